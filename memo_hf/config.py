@@ -1,0 +1,96 @@
+"""`MemoConfig`: every setting of memo_hf, checked when it is made. Help texts live here and feed the CLI and the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from memo_hf.errors import ConfigError
+from memo_hf.units import parse_bytes
+
+
+def _option(default, help_text, **metadata):
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoConfig:
+    """Settings of one model. Nothing needs to be set; each field's help is its documentation.
+
+    Parses with `transformers.HfArgumentParser` beside `TrainingArguments`.
+
+    Raises:
+        ConfigError: an unknown name, or a value outside its range.
+    """
+
+    swap_fraction: float | None = _option(
+        None,
+        "Fraction of tokens, 0 to 1, whose skeletal activations are swapped to host memory rather than recomputed "
+        "(the paper's alpha, section 4.1). Not set: chosen for you.",
+    )
+    chunk_size: int | None = _option(
+        None, "Tokens, over the whole batch, that go through project or finish at once. Not set: chosen for you."
+    )
+    qkv: str = _option(
+        "swap",
+        "Where queries, keys and values wait for the backward pass: 'swap' sends them to host memory, 'rebuild' "
+        "computes them again from the layer input.",
+        choices=["swap", "rebuild"],
+    )
+    host_memory: str | None = _option(
+        None,
+        "Host memory that swapped activations may take on this node, for example '64GiB', shared by its ranks. "
+        "Not set: what the cgroup and the machine have free, less a tenth.",
+    )
+    min_tokens: int | None = _option(
+        None,
+        "Below this many tokens in a batch the model runs untouched, since nothing would be gained. Not set: 2048, "
+        "or 0 when swap_fraction or chunk_size is set by hand.",
+    )
+    unswapped_layers: int = _option(
+        2, "How many of the last layers keep their activations on the device, since backward starts with them."
+    )
+    mode: str = _option(
+        "auto",
+        "'auto': token mode for each layer that passes the check, layer mode for the rest. 'layer': layer mode for all.",
+        choices=["auto", "layer"],
+    )
+    chunked_loss: bool = _option(True, "Compute the loss in chunks, so that the logits never exist in full.")
+
+    def __post_init__(self):
+        fraction = self.swap_fraction
+        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 <= fraction <= 1):
+            raise ConfigError(f"swap_fraction is {fraction!r}; it must be a number from 0 to 1, or None")
+        for name in ("chunk_size", "min_tokens", "unswapped_layers"):
+            value, least = getattr(self, name), 1 if name == "chunk_size" else 0
+            if value is None and name != "unswapped_layers":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        for spec in dataclasses.fields(self):
+            choices = spec.metadata.get("choices")
+            if choices and getattr(self, spec.name) not in choices:
+                raise ConfigError(f"{spec.name} is {getattr(self, spec.name)!r}; it must be one of {choices}")
+        if self.host_memory is not None and parse_bytes(self.host_memory, "host_memory") == 0:
+            raise ConfigError("host_memory is 0; leave it unset for what is free, or give the bytes to use")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> MemoConfig:
+        """A config from a dictionary (JSON, YAML). Raises `ConfigError` that names unknown keys and lists the known."""
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown MemoConfig keys {unknown}; the known keys are {known}")
+        return cls(**values)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """`host_memory` in bytes, or None where it is to be read from the machine."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+
+    @property
+    def effective_min_tokens(self) -> int:
+        """The number of tokens below which the stock path runs: settings by hand mean that the user has decided."""
+        if self.min_tokens is not None:
+            return self.min_tokens
+        return 2048 if self.swap_fraction is None and self.chunk_size is None else 0

@@ -1,0 +1,25 @@
+"""Every error that memo_hf raises on purpose. Each says what happened, the value, the limit and what to do."""
+
+
+class MemoError(RuntimeError):
+    """Base of all memo_hf errors."""
+
+
+class ConfigError(MemoError, ValueError):
+    """A setting is wrong, unknown, or contradicts another setting."""
+
+
+class UnsupportedModelError(MemoError):
+    """The model, or what it was asked to do, cannot run under memo_hf."""
+
+
+class HostMemoryError(MemoError):
+    """Host memory for swapped activations does not suffice."""
+
+
+class DeviceMemoryError(MemoError):
+    """Device memory does not suffice. The message contains "out of memory.", which accelerate looks for."""
+
+
+class PlanError(MemoError):
+    """A plan is invalid, stale, or does not belong to this model, shape or machine."""

@@ -1,0 +1,55 @@
+"""Bytes and token counts as people write them: "2GiB", "64 GB", "1M" tokens."""
+
+from __future__ import annotations
+
+import re
+
+from memo_hf.errors import ConfigError
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "k": 2**10, "kib": 2**10, "kb": 10**3,
+    "m": 2**20, "mib": 2**20, "mb": 10**6,
+    "g": 2**30, "gib": 2**30, "gb": 10**9,
+    "t": 2**40, "tib": 2**40, "tb": 10**12,
+}  # fmt: skip
+_COUNT_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def _parse(text: str | int | float, units: dict[str, int], what: str) -> int:
+    if isinstance(text, bool):
+        raise ConfigError(f"{what}: expected a number, got {text!r}")
+    if isinstance(text, (int, float)):
+        number, factor = float(text), 1
+    else:
+        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+        if not match or match[2].lower() not in units:
+            raise ConfigError(f"{what}: cannot read {text!r}; write a number with one of the units {sorted(units)[1:]}")
+        number, factor = float(match[1].replace("_", "")), units[match[2].lower()]
+    if number < 0 or number * factor != number * factor or number == float("inf"):
+        raise ConfigError(f"{what}: {text!r} is negative or not finite")
+    return int(number * factor)
+
+
+def parse_bytes(text: str | int | float, what: str = "bytes") -> int:
+    """Bytes from "64GiB", "64GB" (decimal), "512 MiB" or a plain number. Raises `ConfigError`."""
+    return _parse(text, _BYTE_UNITS, what)
+
+
+def parse_count(text: str | int | float, what: str = "tokens") -> int:
+    """A token count from "128K" (131,072), "1M" (1,048,576, as in the paper) or a plain number. Raises `ConfigError`."""
+    return _parse(text, _COUNT_UNITS, what)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`61.2 GiB`: three significant figures and a binary unit."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            break
+        value /= 1024
+    else:
+        unit = "TiB"
+    if unit == "B":
+        return f"{value:.0f} B"
+    return f"{value:.1f} {unit}" if abs(value) >= 100 else f"{value:.2f} {unit}"
