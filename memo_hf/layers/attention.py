@@ -1,0 +1,35 @@
+"""The attention function and mask function that memo_hf registers with transformers.
+
+The function is only visible to a layer while memo_hf runs it (see `roles.playing`), so evaluation, generation and
+everything else outside a training forward use what the user asked for.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from memo_hf.layers.attention_kernels import memo_mask
+from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Finish, Project, Whole, current_role
+
+
+def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
+    """transformers' attention signature: q, k, v (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim)."""
+    role = current_role()
+    if isinstance(role, Project):
+        role.module = module
+        role.query_key_value = (query, key, value)
+        role.attention_arguments = {"attention_mask": attention_mask, **kwargs}
+        raise AttentionReached
+    if isinstance(role, Finish):
+        role.num_calls += 1
+        return role.attention_output, None
+    if isinstance(role, Whole):
+        role.num_calls += 1
+        return role.attend(module, query, key, value, attention_mask=attention_mask, **kwargs), None
+    raise RuntimeError("memo_hf's attention was called outside of a layer that memo_hf runs")
+
+
+def register() -> None:
+    """Make the attention and its mask known to transformers, under a name that it does not take for a hub kernel."""
+    AttentionInterface.register(ATTENTION_NAME, memo_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, memo_mask)

@@ -1,0 +1,66 @@
+"""Layer mode: a layer that cannot run per token is checkpointed whole, and its input is swapped.
+
+torch's own non-reentrant checkpoint recomputes the layer, with its random state and autocast; it saves its inputs
+through the saved-tensor hooks that are in force when it is called, and those hand them to the swap engine.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from memo_hf.layers.call import LayerCall
+from memo_hf.layers.roles import Whole, playing
+from memo_hf.layers.step import LayerRecord, Step
+
+
+class WholeLayer:
+    """Runs one decoder layer in layer mode.
+
+    Args:
+        layer: the decoder layer.
+        forward: the layer's own forward.
+        configs: the model configurations that its attention reads, or () where it attends on its own.
+    """
+
+    def __init__(self, layer: nn.Module, forward, configs: tuple):
+        self.layer, self.forward, self.configs = layer, forward, configs
+
+    def __call__(self, call: LayerCall, step: Step, index: int, name: str):
+        """The layer's output for `call`, of the type that the layer itself returns."""
+        record = step.open(index, name)
+        hidden = call.take_hidden()
+
+        def run(hidden):
+            args, kwargs = call.whole(hidden)
+            with playing(Whole(step.attend), self.configs):
+                return self.forward(*args, **kwargs)
+
+        with _InputSaves(record, hidden).hooks():
+            output = checkpoint(run, hidden, use_reentrant=False)
+        record.group.seal()
+        return output
+
+
+class _InputSaves:
+    """Saved-tensor hooks of checkpoint's own inputs. Unpacking is the first thing that the layer's backward does."""
+
+    def __init__(self, record: LayerRecord, hidden: Tensor):
+        self._record, self._hidden = record, hidden.untyped_storage()._cdata
+
+    def hooks(self):
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor):
+        if tensor.untyped_storage()._cdata != self._hidden:
+            return tensor
+        return self._record.group.put(tensor)
+
+    def _unpack(self, packed):
+        if isinstance(packed, Tensor):
+            return packed
+        self._record.begin_backward()
+        tensor = packed.get()
+        self._record.end_backward()
+        return tensor

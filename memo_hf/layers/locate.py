@@ -1,0 +1,54 @@
+"""Finds the decoder layers of a model, and the modules ("stacks") that hold and call them.
+
+Says why where there are none. Knows nothing of how they are run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from memo_hf.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A module with a list of decoder layers that it calls in turn, such as LlamaModel.
+
+    Attributes:
+        name: its path in the model, "" for the model itself.
+        module: the module; its forward builds masks and positions.
+        layers: (path in the model, layer) in the order of the list.
+    """
+
+    name: str
+    module: nn.Module
+    layers: tuple[tuple[str, nn.Module], ...]
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """Every stack of `model`, in module order.
+
+    Raises:
+        UnsupportedModelError: the model has no layer that transformers marks as one that may be checkpointed.
+    """
+    stacks = []
+    for name, module in model.named_modules():
+        layers = [
+            (f"{name}.{list_name}.{index}".lstrip("."), layer)
+            for list_name, children in module.named_children()
+            if isinstance(children, nn.ModuleList)
+            for index, layer in enumerate(children)
+            if isinstance(layer, GradientCheckpointingLayer)
+        ]
+        if layers:
+            stacks.append(Stack(name, module, tuple(layers)))
+    if not stacks:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no decoder layers: memo_hf looks for module lists of transformers' "
+            "GradientCheckpointingLayer, which this model does not use. Choose a model that supports activation "
+            "checkpointing in transformers, or train it without memo_hf."
+        )
+    return stacks

@@ -1,0 +1,81 @@
+"""What the layers of one forward pass of a stack share: sizes, settings, documents, and who comes before whom.
+
+Made by the session for each forward pass. Knows no particular layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from memo_hf.layers.attention_kernels import attend
+from memo_hf.layers.documents import Documents
+from memo_hf.swap import SwapEngine, SwapGroup
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How token mode runs in one forward pass.
+
+    Attributes:
+        swap_fraction: fraction of tokens, 0 to 1, whose skeletal activations are swapped rather than recomputed.
+        chunk_tokens: tokens of one sequence that go through project or finish at once.
+        rebuild_qkv: compute queries, keys and values again in backward rather than swapping them.
+    """
+
+    swap_fraction: float
+    chunk_tokens: int
+    rebuild_qkv: bool
+
+
+@dataclass
+class Step:
+    """One forward pass of one stack.
+
+    Attributes:
+        engine: where saved tensors go.
+        settings: how token mode runs.
+        implementation: the attention that the user asked for, by transformers' name.
+        documents: which tokens may attend to which, or None.
+        first_kept: layers from this index on keep their activations on the device.
+    """
+
+    engine: SwapEngine
+    settings: StepSettings
+    implementation: str
+    documents: Documents | None
+    first_kept: int
+    last: LayerRecord | None = None
+
+    def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
+        """The user's own attention over the whole sequence: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
+        return attend(
+            module, query, key, value, implementation=self.implementation, documents=self.documents, **arguments
+        )
+
+    def open(self, index: int, name: str) -> LayerRecord:
+        """The record of the next layer; its group is where the layer's saved tensors go."""
+        group = self.engine.open_group(keep=index >= self.first_kept, label=name)
+        self.last = LayerRecord(group, self.last)
+        return self.last
+
+
+@dataclass
+class LayerRecord:
+    """One layer in one forward pass, linked to the layer before it, whose activations backward needs next."""
+
+    group: SwapGroup
+    previous: LayerRecord | None
+    rebuilt: list[torch.Tensor] = field(default_factory=list)
+
+    def begin_backward(self) -> None:
+        """Fetch this layer's activations where that has not begun, and start on those of the layer before it."""
+        self.group.prefetch()
+        if self.previous is not None:
+            self.previous.group.prefetch()
+
+    def end_backward(self) -> None:
+        """Drop what was fetched or rebuilt; the host copies live as long as the graph does."""
+        self.rebuilt.clear()
+        self.group.release()

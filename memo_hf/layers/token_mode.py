@@ -1,0 +1,207 @@
+"""Token mode: a decoder layer as project, attend and finish (the paper's section 4.1, with chunks).
+
+    h --project--> q, k, v --attend--> o --finish--> layer output
+       (chunks)           (whole sequence)  (chunks, reads h)
+
+project and finish are `tokenwise.Node`s. attend is the user's own attention as ordinary autograd code: what it saves is
+caught by saved-tensor hooks and swapped by storage, so any kernel works and none is recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memo_hf.layers.call import LayerCall, tensors_in
+from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
+from memo_hf.layers.step import LayerRecord, Step
+from memo_hf.layers.tokenwise import Node, cut_into_chunks
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the check found out about one kind of layer.
+
+    Attributes:
+        stubs: (path, output width) of the modules that feed only q, k, v; finish replaces them.
+        meta_rope: finish gets cos and sin as meta tensors.
+        projecting: paths of the modules that have run when attention is called.
+        around: paths of the modules that are running then: the layer itself and its attention.
+        returns_tuple: the layer returns a tuple whose first item is its output.
+    """
+
+    stubs: tuple[tuple[str, int], ...]
+    meta_rope: bool
+    projecting: tuple[str, ...]
+    around: tuple[str, ...]
+    returns_tuple: bool
+
+    def nodes_using(self, path: str) -> tuple[bool, bool]:
+        """Whether project, and whether finish, computes with the parameters that the module at `path` owns."""
+        if path in self.around:
+            return True, True
+        if _is_below(path, self.projecting):
+            return True, not _is_below(path, [stub for stub, _ in self.stubs])
+        return False, True
+
+
+class TokenLayer:
+    """Runs one decoder layer in token mode.
+
+    Args:
+        layer: the decoder layer; its code and parameters are used as they are.
+        forward: the layer's own forward.
+        configs: the model configurations that its attention reads.
+        recipe: from the check.
+    """
+
+    def __init__(self, layer: nn.Module, forward, configs: tuple, recipe: Recipe):
+        self.layer, self.forward, self.configs, self.recipe = layer, forward, configs, recipe
+
+    def __call__(self, call: LayerCall, step: Step, index: int, name: str):
+        """The layer's output for `call`, of the type that the layer itself returns."""
+        hidden = call.take_hidden()
+        record = step.open(index, name)
+        chunks = cut_into_chunks(call.num_tokens, step.settings.chunk_tokens, step.settings.swap_fraction)
+        constants = tensors_in([call.args, call.kwargs]) + list(self.layer.buffers())
+        trainable, frozen = self._parameters()
+        seen: dict = {}
+
+        project = Node(
+            run=lambda inputs, start, stop: self.project(call, inputs[0], start, stop, seen),
+            parameters=trainable["project"],
+            frozen=frozen,
+            chunks=chunks,
+            group=record.group,
+            constants=constants,
+            passes_input=hidden.requires_grad,
+            after_backward=record.end_backward,
+        )
+        finish = Node(
+            run=lambda inputs, start, stop: (self.finish(call, *inputs, start, stop),),
+            parameters=trainable["finish"],
+            frozen=frozen,
+            chunks=chunks,
+            group=record.group,
+            constants=constants,
+            before_backward=record.begin_backward,
+        )
+        query, key, value, *passed = project.apply(hidden)
+        hidden = passed[0] if passed else hidden
+        rebuilder = _Rebuilder(project, record, (query, key, value)) if step.settings.rebuild_qkv else None
+        saved = _AttentionSaves(record, rebuilder, constants)
+        with saved.hooks():
+            attended = self._attend(step, seen, query, key, value)
+        del query, key, value, passed
+        (output,) = finish.apply(hidden, attended)
+        del attended, hidden
+        record.group.seal()
+        return (output, *seen.get("rest", ())) if self.recipe.returns_tuple else output
+
+    def project(self, call: LayerCall, hidden: Tensor, start: int, stop: int, seen: dict) -> tuple[Tensor, ...]:
+        """q, k, v of tokens [start, stop), each (batch, tokens, heads, head_dim); `seen` notes the attention's arguments."""
+        args, kwargs = call.on_tokens(hidden, start, stop)
+        role = Project()
+        with playing(role, self.configs):
+            try:
+                self.forward(*args, **kwargs)
+            except AttentionReached:
+                pass
+        seen.setdefault("module", role.module)
+        seen.setdefault("arguments", role.attention_arguments)
+        return tuple(tensor.transpose(1, 2) for tensor in role.query_key_value)
+
+    def finish(self, call: LayerCall, hidden: Tensor, attended: Tensor, start: int, stop: int) -> Tensor:
+        """The layer's output for tokens [start, stop) from its input and its attention output there."""
+        args, kwargs = call.on_tokens(hidden, start, stop, meta_rope=self.recipe.meta_rope)
+        stubs = {self.layer.get_submodule(path): width for path, width in self.recipe.stubs}
+        with stubbed(stubs), playing(Finish(attended), self.configs):
+            output = self.forward(*args, **kwargs)
+        return output[0] if self.recipe.returns_tuple else output
+
+    def _attend(self, step: Step, seen: dict, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        module, arguments = seen["module"], seen["arguments"]
+        arguments = {name: self._own_parameter(item) for name, item in arguments.items()}
+        return step.attend(module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **arguments)
+
+    def _own_parameter(self, item):
+        """The layer's own parameter for the stand-in that a swapped chunk ran with (attention sinks)."""
+        if not isinstance(item, Tensor) or not item.requires_grad:
+            return item
+        for parameter in self.layer.parameters():
+            if parameter.data_ptr() == item.data_ptr() and parameter.shape == item.shape:
+                return parameter
+        return item
+
+    def _parameters(self) -> tuple[dict[str, list], list]:
+        """Trainable parameters by node, and the frozen ones, each as (module, name).
+
+        Asked for at each call: adapters may have come, and parameters may have been frozen, since the last one.
+        """
+        trainable, frozen = {"project": [], "finish": []}, []
+        for path, module in self.layer.named_modules():
+            in_project, in_finish = self.recipe.nodes_using(path)
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if not parameter.requires_grad:
+                    frozen.append((module, name))
+                    continue
+                if in_project:
+                    trainable["project"].append((module, name))
+                if in_finish:
+                    trainable["finish"].append((module, name))
+        return trainable, frozen
+
+
+def _is_below(path: str, others) -> bool:
+    return any(path == other or path.startswith(other + ".") for other in others)
+
+
+class _AttentionSaves:
+    """Saved-tensor hooks of attend: everything that its autograd code saves is swapped by storage."""
+
+    def __init__(self, record: LayerRecord, rebuilder: _Rebuilder | None, stay: list[Tensor]):
+        self._group, self._rebuilder = record.group, rebuilder
+        self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
+
+    def hooks(self):
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor):
+        if tensor.untyped_storage()._cdata in self._stay or tensor.numel() == 0:
+            return tensor
+        rebuilt = self._rebuilder and self._rebuilder.view_of(tensor)
+        return rebuilt or self._group.put(tensor)
+
+    @staticmethod
+    def _unpack(packed):
+        return packed if isinstance(packed, Tensor) else packed.get()
+
+
+class _Rebuilder:
+    """Computes queries, keys and values again in backward, once for all that saved them."""
+
+    def __init__(self, project: Node, record: LayerRecord, outputs: tuple[Tensor, ...]):
+        self._project, self._record = project, record
+        self._positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(outputs)}
+
+    def view_of(self, tensor: Tensor) -> _RebuiltView | None:
+        position = self._positions.get(tensor.untyped_storage()._cdata)
+        return None if position is None else _RebuiltView(self, position, tensor)
+
+    def get(self, position: int) -> Tensor:
+        if not self._record.rebuilt:
+            self._record.rebuilt.extend(self._project.again())
+        return self._record.rebuilt[position]
+
+
+class _RebuiltView:
+    def __init__(self, rebuilder: _Rebuilder, position: int, tensor: Tensor):
+        self._rebuilder, self._position = rebuilder, position
+        self._layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def get(self) -> Tensor:
+        return self._rebuilder.get(self._position).as_strided(*self._layout)

@@ -1,0 +1,382 @@
+"""An autograd node that runs a token-wise computation in chunks of tokens, forward and backward.
+
+Used for project, finish, and the norm after the last layer. A chunk is either swapped (run with a graph, whose saved
+tensors go to the swap engine) or recomputed (run again in backward from the inputs, which the swap engine holds).
+Parameters are explicit inputs and their gradients are returned once, summed over the chunks in fp32, so that DDP, FSDP2
+and hooks see each parameter ready exactly once. Knows no transformers model and no layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from memo_hf.layers.roles import substituted
+from memo_hf.swap import Handle, SwapGroup
+
+# Autograd functions between a parameter and a saved view or cast of it (autocast casts weights, Linear transposes them).
+_VIEWS_AND_CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) and whether what their graph saves is swapped or recomputed."""
+
+    start: int
+    stop: int
+    swapped: bool
+
+
+def cut_into_chunks(num_tokens: int, chunk_tokens: int, swap_fraction: float) -> list[Chunk]:
+    """Chunks of at most `chunk_tokens`; exactly the first `round(swap_fraction * num_tokens)` tokens are swapped."""
+    boundary = round(swap_fraction * num_tokens)
+    return [
+        Chunk(start, min(start + chunk_tokens, stop), swapped)
+        for first, stop, swapped in ((0, boundary, True), (boundary, num_tokens, False))
+        for start in range(first, stop, chunk_tokens)
+    ]
+
+
+class RandomState:
+    """The random state of the CPU and of `device` at one moment; `restored()` draws from it again, then goes back."""
+
+    def __init__(self, device: torch.device):
+        self._device = None if device.type == "cpu" else device
+        self._states = self._read()
+
+    @classmethod
+    def now(cls, device: torch.device, last: RandomState | None) -> RandomState:
+        """The present state; the object of `last` where nothing was drawn since, so that chunks share one."""
+        state = cls(device)
+        same = last is not None and all(
+            mine is None or torch.equal(mine, its) for mine, its in zip(state._states, last._states, strict=True)
+        )
+        return last if same else state
+
+    def _read(self):
+        own = torch.get_device_module(self._device).get_rng_state(self._device) if self._device else None
+        return torch.get_rng_state(), own
+
+    def _write(self, states):
+        torch.set_rng_state(states[0])
+        if self._device:
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+    @contextlib.contextmanager
+    def restored(self):
+        now = self._read()
+        self._write(self._states)
+        try:
+            yield
+        finally:
+            self._write(now)
+
+
+class AutocastState:
+    """The autocast setting of one moment. Backward runs outside of the forward's autocast and has to enter it again."""
+
+    def __init__(self, device_type: str):
+        self._device_type = device_type
+        self._enabled = torch.is_autocast_enabled(device_type)
+        self._dtype = torch.get_autocast_dtype(device_type)
+
+    def __call__(self):
+        # No cache: a cast made under no_grad and cached would be reused by a run with a graph and lose its gradient.
+        return torch.autocast(self._device_type, dtype=self._dtype, enabled=self._enabled, cache_enabled=False)
+
+
+class _Sources(torch.autograd.Function):
+    """Turns tensors into graph inputs that the graph does not keep alive, which a leaf's accumulator would."""
+
+    @staticmethod
+    def forward(ctx, anchor, *tensors):
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):  # pragma: no cover - gradients are captured at this node, never passed through it
+        raise AssertionError("the graph of a chunk ends at its sources")
+
+
+@dataclass
+class _SwappedGraph:
+    """The graph of a swapped chunk: gradient edges of its outputs, and of its inputs and parameters."""
+
+    outputs: list
+    edges: list
+
+
+@dataclass
+class Node:
+    """What one token-wise node of one layer call computes, and where its saved tensors go.
+
+    `run(inputs, start, stop)` takes the inputs' tokens [start, stop) and returns a tuple of tensors; dimension 1 of
+    every input and output counts tokens. `parameters` are the trainable ones it may use and `frozen` the others, as
+    (module, name). `constants` are tensors that outlive the step anyway (buffers, cos and sin) and are never swapped.
+    """
+
+    run: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
+    parameters: list[tuple[nn.Module, str]]
+    frozen: list[tuple[nn.Module, str]]
+    chunks: list[Chunk]
+    group: SwapGroup
+    constants: list[Tensor] = field(default_factory=list)
+    passes_input: bool = False
+    before_backward: Callable[[], None] = lambda: None
+    after_backward: Callable[[], None] = lambda: None
+    # Filled in by forward, emptied by backward.
+    handles: list[Handle] = field(default_factory=list)
+    random_states: list[RandomState] = field(default_factory=list)
+    graphs: list[_SwappedGraph | None] = field(default_factory=list)
+    autocast: AutocastState | None = None
+
+    def apply(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Outputs for all tokens; with `passes_input` the first input follows them, and its gradient is added to."""
+        parameters = [module._parameters[name] for module, name in self.parameters]
+        return _Tokenwise.apply(self, len(inputs), *inputs, *parameters)
+
+    def again(self) -> list[Tensor]:
+        """The outputs for all tokens, computed anew in backward from the swapped inputs and without a graph."""
+        inputs = [handle.get() for handle in self.handles]
+        whole = None
+        for chunk, random_state in zip(self.chunks, self.random_states, strict=True):
+            with torch.no_grad(), random_state.restored(), self.autocast():
+                parts = self.run([tensor[:, chunk.start : chunk.stop] for tensor in inputs], chunk.start, chunk.stop)
+            whole = self.gather(whole, parts, chunk, inputs[0].shape[1])
+        return whole
+
+    def gather(self, whole, parts: tuple[Tensor, ...], chunk: Chunk, num_tokens: int):
+        """`whole` with the chunk's outputs in place; made at the first chunk, and the parts themselves for a single one."""
+        if len(self.chunks) == 1:
+            return list(parts)
+        if whole is None:
+            whole = [part.new_empty((part.shape[0], num_tokens, *part.shape[2:])) for part in parts]
+        for target, part in zip(whole, parts, strict=True):
+            target[:, chunk.start : chunk.stop] = part
+        return whole
+
+    def free(self) -> None:
+        """Forget what forward left: backward has used it."""
+        self.handles, self.random_states, self.graphs, self.autocast = [], [], [], None
+
+    def build(self, inputs: list[Tensor], chunk: Chunk, needs_grad: list[bool]):
+        """Run one chunk with a graph. Returns its outputs and the gradient edges of inputs and parameters (or None)."""
+        parameters = [module._parameters[name] for module, name in self.parameters]
+        with torch.enable_grad():
+            anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
+            wanted = [tensor for tensor, needed in zip(inputs, needs_grad, strict=True) if needed]
+            sources = iter(_Sources.apply(anchor, *wanted, *parameters) if wanted or parameters else ())
+            inputs = [next(sources) if needed else t.detach() for t, needed in zip(inputs, needs_grad, strict=True)]
+            replacements = list(sources)
+            with substituted(self.parameters, replacements):
+                outputs = self.run(inputs, chunk.start, chunk.stop)
+        edges = [get_gradient_edge(t) if needed else None for t, needed in zip(inputs, needs_grad, strict=True)]
+        return outputs, edges + [get_gradient_edge(t) for t in replacements]
+
+
+class _Tokenwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, node: Node, num_inputs: int, *tensors: Tensor):
+        ctx.set_materialize_grads(False)
+        inputs = list(tensors[:num_inputs])
+        device, num_tokens = inputs[0].device, inputs[0].shape[1]
+        ctx.node, ctx.needs_grad = node, [tensor.requires_grad for tensor in inputs]
+        node.autocast = AutocastState(device.type)
+        node.handles = [node.group.put(tensor) for tensor in inputs]
+        saved_tensors = _SavedTensors(node)
+        whole, random_state = None, None
+        for chunk in node.chunks:
+            cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
+            random_state = RandomState.now(device, random_state)
+            node.random_states.append(random_state)
+            with node.autocast():
+                if chunk.swapped:
+                    with saved_tensors.hooks():
+                        outputs, edges = node.build(cut, chunk, ctx.needs_grad)
+                    ends = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
+                    node.graphs.append(_SwappedGraph(ends, edges))
+                    outputs = tuple(tensor.detach() for tensor in outputs)
+                else:
+                    outputs = node.run(cut, chunk.start, chunk.stop)
+                    node.graphs.append(None)
+            whole = node.gather(whole, outputs, chunk, num_tokens)
+            del outputs, cut
+        return (*whole, inputs[0]) if node.passes_input else tuple(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor | None):
+        node = ctx.node
+        if not node.handles:
+            raise RuntimeError(
+                "Trying to backward through the graph of a memo_hf layer a second time; its activations were freed. "
+                "Specify retain_graph=True in the first backward call."
+            )
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        node.before_backward()
+        gradients, passed = (gradients[:-1], gradients[-1]) if node.passes_input else (gradients, None)
+        inputs = [handle.get() for handle in node.handles]
+        # Finish made `passed` for this node alone, so adding to it in place disturbs nobody.
+        targets = [None] * len(inputs)
+        for position, needed in enumerate(ctx.needs_grad):
+            if needed:
+                adds = position == 0 and passed is not None
+                targets[position] = passed if adds else torch.zeros_like(inputs[position])
+        sums = _ParameterGradients(node, ctx.needs_input_grad[2 + len(inputs) :])
+        for index, chunk in enumerate(node.chunks):
+            found = _chunk_gradients(node, index, inputs, ctx.needs_grad, gradients, keep_graph)
+            for target, gradient in zip(targets, found[: len(inputs)], strict=True):
+                if target is not None and gradient is not None:
+                    target[:, chunk.start : chunk.stop].add_(gradient)
+            sums.add(found[len(inputs) :])
+            del found
+        if not keep_graph:
+            node.free()
+        node.after_backward()
+        return (None, None, *targets, *sums.result())
+
+
+def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep_graph: bool) -> list[Tensor | None]:
+    """Gradients of one chunk: of the inputs' tokens, then of the parameters; None where there is none."""
+    chunk, graph = node.chunks[index], node.graphs[index]
+    if graph is None:
+        cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
+        with node.random_states[index].restored(), node.autocast():
+            tensors, edges = node.build(cut, chunk, needs_grad)
+        outputs = [tensor if tensor.requires_grad else None for tensor in tensors]
+        del tensors
+    else:
+        outputs, edges = graph.outputs, graph.edges
+        if not keep_graph:
+            node.graphs[index] = None
+    used = [
+        (output, gradient[:, chunk.start : chunk.stop])
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output is not None and gradient is not None
+    ]
+    wanted = [edge for edge in edges if edge is not None]
+    if not used or not wanted:
+        return [None] * len(edges)
+    found = iter(
+        torch.autograd.grad(
+            [output for output, _ in used],
+            wanted,
+            [gradient for _, gradient in used],
+            allow_unused=True,
+            retain_graph=graph is not None and keep_graph,
+        )
+    )
+    return [next(found) if edge is not None else None for edge in edges]
+
+
+class _ParameterGradients:
+    """Sums the chunks' parameter gradients, in fp32 where the parameter has fewer bits."""
+
+    def __init__(self, node: Node, needed):
+        self._parameters = [module._parameters[name] for module, name in node.parameters]
+        self._needed = needed
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+        self._num_added = [0] * len(self._parameters)
+
+    def add(self, gradients):
+        for index, gradient in enumerate(gradients):
+            if gradient is None or not self._needed[index]:
+                continue
+            total = self._sums[index]
+            if total is None:
+                # Kept as it is: autograd may hand one tensor out for two parameters, so it is never added to in place.
+                self._sums[index] = gradient
+            elif self._num_added[index] == 1:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self._sums[index] = total.to(wide) + gradient
+            else:
+                total.add_(gradient)
+            self._num_added[index] += 1
+
+    def result(self):
+        return [
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(self._sums, self._parameters, strict=True)
+        ]
+
+
+class _SavedTensors:
+    """Saved-tensor hooks of a swapped chunk: parameters and constants stay, everything else is swapped by storage."""
+
+    def __init__(self, node: Node):
+        self._group, self._num_parameters = node.group, len(node.parameters)
+        self._all = node.parameters + node.frozen
+        self._of_parameters = {
+            module._parameters[name].untyped_storage()._cdata: (module, name) for module, name in self._all
+        }
+        self._frozen = node.frozen
+        self._stay = {tensor.untyped_storage()._cdata for tensor in node.constants}
+
+    def hooks(self):
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor):
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._of_parameters:
+            return _ParameterView(self._of_parameters[storage], tensor)
+        if storage in self._stay or tensor.numel() == 0:
+            return tensor
+        where = self._cast_of_trainable(tensor) if tensor.requires_grad else self._cast_of_frozen(tensor)
+        return self._group.put(tensor) if where is None else _ParameterView(where, tensor)
+
+    def _cast_of_trainable(self, tensor: Tensor):
+        """The parameter that autocast cast to make `tensor`, found along the graph."""
+        function, output = tensor.grad_fn, 0
+        while function is not None and function.name() in _VIEWS_AND_CASTS:
+            function, output = function.next_functions[0]
+        if function is None or "_Sources" not in function.name():
+            return None
+        position = output - (len(function._input_metadata) - self._num_parameters)
+        return self._all[position] if position >= 0 else None
+
+    def _cast_of_frozen(self, tensor: Tensor):
+        """The same for a frozen parameter, which has no graph: found by shape and confirmed by value."""
+        if tensor.dim() != 2 or not torch.is_autocast_enabled(tensor.device.type):
+            return None
+        for module, name in self._frozen:
+            parameter = module._parameters[name].detach()
+            for view in (tensor, tensor.t()):
+                if parameter.shape == view.shape and parameter.dtype != view.dtype:
+                    if torch.equal(parameter.to(view.dtype), view):
+                        return module, name
+        return None
+
+    @staticmethod
+    def _unpack(packed):
+        return packed if isinstance(packed, Tensor) else packed.get()
+
+
+class _ParameterView:
+    """A saved view or cast of a parameter: made again from the parameter, never swapped.
+
+    Read from the module at that time, since ZeRO-3 and FSDP2 gather the weights anew for backward.
+    """
+
+    def __init__(self, where: tuple[nn.Module, str], tensor: Tensor):
+        self._where = where
+        self._layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._dtype = tensor.dtype
+        self._version = self._parameter()._version
+
+    def _parameter(self) -> Tensor:
+        module, name = self._where
+        return module._parameters[name]
+
+    def get(self) -> Tensor:
+        parameter = self._parameter().detach()
+        if parameter._version != self._version:
+            raise RuntimeError(
+                f"parameter {self._where[1]!r} of {type(self._where[0]).__name__} was changed in place between forward "
+                "and backward, which needs its old value; step the optimizer after backward"
+            )
+        return parameter.to(self._dtype).as_strided(*self._layout)
