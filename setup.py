@@ -30,12 +30,31 @@ def cpu_library(torch_path):
 
 
 class OptionalBuild(build_ext):
-    """Plain shared libraries for ctypes, not Python modules; a failure leaves them out and is not an error."""
+    """Plain shared libraries for ctypes, not Python modules; a failure leaves them out and is not an error.
+
+    `--werror` is for the tests: it builds everything again, with every warning an error, and a failure is one.
+    """
+
+    user_options = [*build_ext.user_options, ("werror", None, "build all again; warnings and failures are errors")]
+    boolean_options = [*build_ext.boolean_options, "werror"]
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.werror = False
+
+    def finalize_options(self):
+        super().finalize_options()
+        if self.werror:
+            self.force = True
+            for extension in self.extensions:
+                extension.extra_compile_args += ["-Wall", "-Wextra", "-Werror"]
 
     def run(self):
         try:
             super().run()
         except Exception as error:
+            if self.werror:
+                raise
             print(f"memo_hf: installed without its C++ allocator ({error}); {MENDING}")
 
     def get_ext_filename(self, fullname):
