@@ -1,0 +1,75 @@
+"""Builds the C++ libraries of csrc/ where a compiler and torch are found. All else is in pyproject.toml.
+
+Without them the package installs as pure Python, with the stock allocator, and one line says so.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).parent
+MENDING = "to add it: pip install torch, a C++ compiler, then pip install --no-build-isolation memo_hf"
+
+
+def cpu_library(torch_path):
+    version = {}
+    exec((torch_path / "version.py").read_text(), version)
+    release = version["__version__"].split("+")[0]
+    return Extension(
+        "memo_hf.allocator.libmemo_cpu",
+        sources=["csrc/cpu_allocator.cpp"],
+        depends=["csrc/c_api.h"],
+        define_macros=[("MEMO_TORCH_VERSION", f'"{release}"')],
+        extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", f"-isystem{torch_path / 'include'}"],
+        library_dirs=[str(torch_path / "lib")],
+        libraries=["c10"],
+        language="c++",
+    )
+
+
+class OptionalBuild(build_ext):
+    """Plain shared libraries for ctypes, not Python modules; a failure leaves them out and is not an error.
+
+    `--werror` is for the tests: it builds everything again, with every warning an error, and a failure is one.
+    """
+
+    user_options = [*build_ext.user_options, ("werror", None, "build all again; warnings and failures are errors")]
+    boolean_options = [*build_ext.boolean_options, "werror"]
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.werror = False
+
+    def finalize_options(self):
+        super().finalize_options()
+        if self.werror:
+            self.force = True
+            for extension in self.extensions:
+                extension.extra_compile_args += ["-Wall", "-Wextra", "-Werror"]
+
+    def run(self):
+        try:
+            super().run()
+        except Exception as error:
+            if self.werror:
+                raise
+            print(f"memo_hf: installed without its C++ allocator ({error}); {MENDING}")
+
+    def get_ext_filename(self, fullname):
+        return fullname.replace(".", "/") + ".so"
+
+    def get_export_symbols(self, ext):
+        return []
+
+
+def extensions():
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
+        print(f"memo_hf: installed without its C++ allocator (torch is not here while building); {MENDING}")
+        return []
+    return [cpu_library(Path(spec.origin).parent)]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})
