@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from memo_hf.layers.attention_kernels import memo_mask
+from memo_hf.layers.attention_kernels import attend, memo_mask
 from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Finish, Project, Whole, current_role
 
 
@@ -27,6 +27,25 @@ def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
         role.num_calls += 1
         return role.attend(module, query, key, value, attention_mask=attention_mask, **kwargs), None
     raise RuntimeError("memo_hf's attention was called outside of a layer that memo_hf runs")
+
+
+def attend_as_asked(module, query, key, value, *, implementation, documents, **arguments):
+    """`attend`, with the arguments named as models name them: sinks as `s_aux`, causality on the module."""
+    causal = arguments.pop("is_causal", None)
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    sinks = arguments.pop("s_aux", None)
+    return attend(
+        module,
+        query,
+        key,
+        value,
+        implementation=implementation,
+        documents=documents,
+        is_causal=causal,
+        sinks=sinks,
+        **arguments,
+    )
 
 
 def register() -> None:

@@ -57,24 +57,31 @@ def current_role() -> Project | Finish | Whole | None:
 
 
 @contextmanager
-def playing(role, configs: tuple) -> Iterator:
-    """Run the body in `role`, with the attention of `configs` (model configurations) set to memo_hf's."""
-    before = current_role()
-    names = [config._attn_implementation for config in configs]
-    _thread.role = role
+def attention_set_to(name: str, configs: tuple) -> Iterator[None]:
+    """Let `configs` (model configurations) choose the attention called `name`, each for itself alone.
+
+    The public setter would also set the configurations inside a configuration, of a vision tower for example.
+    """
+    names = [config._attn_implementation_internal for config in configs]
     for config in configs:
-        set_attention_name(config, ATTENTION_NAME)
+        config._attn_implementation_internal = name
     try:
-        yield role
+        yield
+    finally:
+        for config, before in zip(configs, names, strict=True):
+            config._attn_implementation_internal = before
+
+
+@contextmanager
+def playing(role, configs: tuple) -> Iterator:
+    """Run the body in `role`, with the attention of `configs` set to memo_hf's."""
+    before = current_role()
+    _thread.role = role
+    try:
+        with attention_set_to(ATTENTION_NAME, configs):
+            yield role
     finally:
         _thread.role = before
-        for config, name in zip(configs, names, strict=True):
-            set_attention_name(config, name)
-
-
-def set_attention_name(config, name: str | None) -> None:
-    """Set this configuration's attention, and not that of configurations inside it as the public setter would."""
-    config._attn_implementation_internal = name
 
 
 @contextmanager

@@ -5,11 +5,12 @@ Made by the session for each forward pass. Knows no particular layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from memo_hf.layers.attention_kernels import attend
+from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.documents import Documents
 from memo_hf.swap import SwapEngine, SwapGroup
 
@@ -39,6 +40,8 @@ class Step:
         implementation: the attention that the user asked for, by transformers' name.
         documents: which tokens may attend to which, or None.
         first_kept: layers from this index on keep their activations on the device.
+        require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
+        plan_bytes: told the bytes that this forward pass is to swap, once the first layer has shown its own.
     """
 
     engine: SwapEngine
@@ -46,11 +49,13 @@ class Step:
     implementation: str
     documents: Documents | None
     first_kept: int
+    require_host: Callable[[int, int], None]
+    plan_bytes: Callable[[int], None]
     last: LayerRecord | None = None
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
         """The user's own attention over the whole sequence: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
-        return attend(
+        return attend_as_asked(
             module, query, key, value, implementation=self.implementation, documents=self.documents, **arguments
         )
 

@@ -1,0 +1,34 @@
+"""`enable` and `disable`: memo_hf on a model for plain torch loops. The Trainer and Accelerate integrations call these."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memo_hf.config import MemoConfig
+from memo_hf.errors import ConfigError
+from memo_hf.session import Session, session_of
+
+
+def enable(model: nn.Module, config: MemoConfig | None = None) -> Session:
+    """Train `model` with its activations swapped and recomputed per token, from the next forward pass on.
+
+    Args:
+        model: a transformers model, or a peft model around one, before it is wrapped in DDP, FSDP or DeepSpeed.
+        config: settings; not given: `MemoConfig()`.
+
+    Returns:
+        The session; its `stats` say what each layer does and why, and how many bytes move.
+
+    Raises:
+        UnsupportedModelError: no decoder layers, compiled, or already enabled.
+        ConfigError: activation checkpointing is on as well, or `config` is not a `MemoConfig`.
+    """
+    config = MemoConfig() if config is None else config
+    if not isinstance(config, MemoConfig):
+        raise ConfigError(f"config is {type(config).__name__}; pass a MemoConfig, or MemoConfig.from_dict(...)")
+    return Session(model, config)
+
+
+def disable(model: nn.Module) -> None:
+    """Leave `model` as `enable` found it, and free all host memory. Raises `MemoError` where it is not enabled."""
+    session_of(model).close()

@@ -1,0 +1,385 @@
+"""A session: memo_hf on one model, from `enable` to `disable`.
+
+It alone knows all parts: it checks the layers, patches their `forward`, decides for each forward pass whether and how
+memo_hf runs, owns the swap engine, and puts everything back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memo_hf.config import MemoConfig
+from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedModelError
+from memo_hf.host_memory import host_memory_for_this_rank
+from memo_hf.layers.attention import register
+from memo_hf.layers.call import LayerCall
+from memo_hf.layers.check import Verdict, attention_configs, check_stack
+from memo_hf.layers.documents import find_documents
+from memo_hf.layers.layer_mode import WholeLayer
+from memo_hf.layers.locate import Stack, find_stacks
+from memo_hf.layers.loss import install_chunked_loss
+from memo_hf.layers.roles import attention_set_to
+from memo_hf.layers.step import Step, StepSettings
+from memo_hf.layers.token_mode import TokenLayer
+from memo_hf.swap import SwapEngine
+from memo_hf.units import format_bytes
+
+logger = logging.getLogger("memo_hf")
+_DEFAULT_CHUNK_TOKENS = 2048
+# Of enabled models, by id; a session holds its model, so an id cannot be another model's while its session lives.
+_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer: its path in the model, 'token' or 'layer', and why."""
+
+    name: str
+    mode: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SessionStats:
+    """What a session does and has done, at one moment.
+
+    Attributes:
+        layers: every decoder layer with its mode and the reason for it.
+        swap_fraction: fraction of tokens that is swapped rather than recomputed.
+        chunk_size: tokens of the whole batch in a chunk, of the last forward pass (0 before the first).
+        planned_bytes: bytes that a forward pass of the last one's shape is to swap.
+        swapped_bytes: bytes that the last forward pass has swapped to the host.
+        prefetched_bytes: bytes that came back since that forward pass began.
+        total_swapped_bytes: bytes swapped since the session began.
+        host_bytes: bytes of swapped activations on the host now.
+        peak_host_bytes: the most there has been.
+        host_reserved_bytes: host memory taken for them, never more than the budget.
+        host_budget_bytes: the budget of this rank; None before the first forward pass.
+        forwards: training forward passes that memo_hf ran.
+        stock_forwards: training forward passes that ran untouched, being too short to gain.
+    """
+
+    layers: tuple[LayerStats, ...]
+    swap_fraction: float
+    chunk_size: int
+    planned_bytes: int
+    swapped_bytes: int
+    prefetched_bytes: int
+    total_swapped_bytes: int
+    host_bytes: int
+    peak_host_bytes: int
+    host_reserved_bytes: int
+    host_budget_bytes: int | None
+    forwards: int
+    stock_forwards: int
+
+
+class Session:
+    """memo_hf on one model. Made by `memo_hf.enable`.
+
+    Args:
+        model: a transformers model, or a peft model around one.
+        config: the settings.
+
+    Raises:
+        UnsupportedModelError: no decoder layers, a compiled model, or one that is already enabled.
+        ConfigError: activation checkpointing is on as well.
+    """
+
+    def __init__(self, model: nn.Module, config: MemoConfig):
+        self.model, self.config = model, config
+        self._engine: SwapEngine | None = None
+        self._patches: list[_Patch] = []
+        self._undo_loss = None
+        self._layers: list[LayerStats] = []
+        self._budget: int | None = None
+        self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
+        self._forwards = self._stock_forwards = 0
+        register()
+        _refuse_what_cannot_be(model)
+        stacks = find_stacks(model)
+        try:
+            for stack in stacks:
+                self._install(stack)
+            if config.chunked_loss:
+                self._undo_loss = install_chunked_loss(model)
+        except BaseException:
+            self.close()
+            raise
+        _sessions[id(model)] = self
+        logger.info(self.describe())
+
+    @property
+    def swap_fraction(self) -> float:
+        """The fraction of tokens that is swapped rather than recomputed."""
+        return self.config.swap_fraction or 0.0
+
+    @property
+    def stats(self) -> SessionStats:
+        """Frozen figures of this moment."""
+        traffic = self._engine.stats if self._engine else None
+        swapped = traffic.swapped_bytes if traffic else 0
+        return SessionStats(
+            layers=tuple(self._layers),
+            swap_fraction=self.swap_fraction,
+            chunk_size=self._chunk_size,
+            planned_bytes=self._planned_bytes,
+            swapped_bytes=swapped,
+            prefetched_bytes=traffic.prefetched_bytes if traffic else 0,
+            total_swapped_bytes=self._total_swapped_bytes + swapped,
+            host_bytes=traffic.host_bytes if traffic else 0,
+            peak_host_bytes=traffic.peak_host_bytes if traffic else 0,
+            host_reserved_bytes=traffic.host_reserved_bytes if traffic else 0,
+            host_budget_bytes=self._budget,
+            forwards=self._forwards,
+            stock_forwards=self._stock_forwards,
+        )
+
+    def describe(self) -> str:
+        """One line: how many layers run in which mode, and the settings."""
+        modes = Counter(layer.mode for layer in self._layers)
+        counted = ", ".join(f"{number} layers in {mode} mode" for mode, number in modes.items())
+        return f"memo_hf: {counted}; swap fraction {self.swap_fraction:g}, q/k/v {self.config.qkv}"
+
+    def report(self) -> str:
+        """Several lines: modes with reasons, bytes planned, swapped and prefetched, and host memory."""
+        stats, lines = self.stats, [self.describe()]
+        for (mode, reason), number in Counter((layer.mode, layer.reason) for layer in self._layers).items():
+            lines.append(f"  {number} x {mode} mode: {reason}")
+        lines += [
+            f"  chunk: {stats.chunk_size} tokens",
+            f"  planned {format_bytes(stats.planned_bytes)}, swapped {format_bytes(stats.swapped_bytes)}, "
+            f"prefetched {format_bytes(stats.prefetched_bytes)} in the last step",
+            f"  host: peak {format_bytes(stats.peak_host_bytes)}, reserved {format_bytes(stats.host_reserved_bytes)}"
+            + (f" of {format_bytes(stats.host_budget_bytes)}" if stats.host_budget_bytes else ""),
+        ]
+        if stats.stock_forwards:
+            lines.append(
+                f"  {stats.stock_forwards} forward passes had fewer than {self.config.effective_min_tokens} tokens "
+                "and ran untouched"
+            )
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Leave the model as it was found and free all host memory. A second call does nothing."""
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._patches.clear()
+        if self._undo_loss:
+            self._undo_loss()
+            self._undo_loss = None
+        if self._engine:
+            self._total_swapped_bytes += self._engine.stats.swapped_bytes
+            self._engine.close()
+            self._engine = None
+        _sessions.pop(id(self.model), None)
+
+    def _install(self, stack: Stack) -> None:
+        verdicts = self._verdicts(stack)
+        patched = _PatchedStack(self, stack)
+        for index, ((name, layer), verdict) in enumerate(zip(stack.layers, verdicts, strict=True)):
+            forward = layer.forward
+            if verdict.recipe is not None:
+                runner = TokenLayer(layer, forward, attention_configs(layer), verdict.recipe)
+            else:
+                runner = WholeLayer(layer, forward, ())
+            self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
+            self._patches.append(_Patch(layer, patched.layer_forward(index, name, layer, forward, runner)))
+        patched.attends = any(verdict.recipe is not None for verdict in verdicts)
+        self._patches.append(_Patch(stack.module, patched.forward))
+
+    def _verdicts(self, stack: Stack) -> list[Verdict]:
+        if self.config.mode == "layer":
+            return [Verdict(None, "mode='layer' was asked for")] * len(stack.layers)
+        return check_stack(stack)
+
+    def engine(self, device: torch.device) -> SwapEngine:
+        """The swap engine, made at the first forward pass, when the model has its final place."""
+        if self._engine is None:
+            self._budget = host_memory_for_this_rank(self.config.host_memory_bytes)
+            self._engine = SwapEngine(device, self._budget)
+        return self._engine
+
+    def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
+        """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
+        needed = num_bytes_per_layer * num_layers
+        if self._budget is not None and needed > self._budget:
+            raise HostMemoryError(
+                f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
+                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, and "
+                f"this rank's budget is {format_bytes(self._budget)} ({self._budget} bytes). Raise "
+                "MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
+            )
+
+    def begin_forward(self, engine: SwapEngine, chunk_size: int) -> None:
+        """A training forward pass begins: traffic is counted from here."""
+        self._total_swapped_bytes += engine.stats.swapped_bytes
+        engine.reset_stats()
+        self._forwards += 1
+        self._chunk_size = chunk_size
+
+    def skip_forward(self) -> None:
+        """A training forward pass is too short to gain and runs untouched."""
+        if not self._stock_forwards:
+            logger.info(
+                f"memo_hf: a batch has fewer than {self.config.effective_min_tokens} tokens and runs untouched "
+                "(MemoConfig.min_tokens)"
+            )
+        self._stock_forwards += 1
+
+    def plan_bytes(self, num_bytes: int) -> None:
+        """Note what the present forward pass is to swap."""
+        self._planned_bytes = num_bytes
+
+
+class _PatchedStack:
+    """The forward of a stack and of its layers while memo_hf is enabled."""
+
+    def __init__(self, session: Session, stack: Stack):
+        self._session, self._stack = session, stack
+        self._own_forward = stack.module.forward
+        self._configs = attention_configs(stack.module)
+        self._running = threading.local()
+        self.attends = False
+
+    def forward(self, *args, **kwargs):
+        """The stack's own forward, with memo_hf's attention in force and a step for its layers, where memo_hf runs."""
+        module = self._stack.module
+        if not (module.training and torch.is_grad_enabled()):
+            return self._own_forward(*args, **kwargs)
+        given = kwargs.get("inputs_embeds")
+        if given is None:
+            given = kwargs.get("input_ids")
+        if given is None and args:
+            given = args[0]
+        if given is None or given.dim() < 2:
+            return self._own_forward(*args, **kwargs)
+        session = self._session
+        batch_size, num_tokens = given.shape[:2]
+        if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
+            session.skip_forward()
+            return self._own_forward(*args, **kwargs)
+        step = self._step(batch_size, num_tokens, given.device, kwargs)
+        before = getattr(self._running, "step", None)
+        self._running.step = step
+        try:
+            if not self.attends:
+                return self._own_forward(*args, **kwargs)
+            with attention_set_to("memo", self._configs):
+                return self._own_forward(*args, **kwargs)
+        finally:
+            self._running.step = before
+
+    def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
+        session, config = self._session, self._session.config
+        engine = session.engine(device)
+        chunk_tokens = max(1, (config.chunk_size or _DEFAULT_CHUNK_TOKENS) // batch_size)
+        chunk_tokens = min(chunk_tokens, num_tokens)
+        session.begin_forward(engine, chunk_tokens * batch_size)
+        implementation = self._stack.module.config._attn_implementation
+        num_layers = len(self._stack.layers)
+        return Step(
+            engine=engine,
+            settings=StepSettings(session.swap_fraction, chunk_tokens, config.qkv == "rebuild"),
+            implementation=implementation,
+            documents=find_documents(
+                batch_size,
+                num_tokens,
+                attention_mask=kwargs.get("attention_mask"),
+                position_ids=kwargs.get("position_ids"),
+                cu_seqlens=kwargs.get("cu_seq_lens_q"),
+                implementation=implementation,
+                device=device,
+            )
+            if self.attends
+            else None,
+            first_kept=max(0, num_layers - config.unswapped_layers),
+            require_host=session.require_host,
+            plan_bytes=session.plan_bytes,
+        )
+
+    def layer_forward(self, index: int, name: str, layer: nn.Module, own_forward, runner):
+        """The forward of one layer: in its mode within a step, its own outside of one."""
+
+        def forward(*args, **kwargs):
+            step = getattr(self._running, "step", None)
+            if step is None or not (layer.training and torch.is_grad_enabled()):
+                return own_forward(*args, **kwargs)
+            if layer.gradient_checkpointing:
+                raise ConfigError(_CHECKPOINTING_ALSO_ON)
+            return runner(LayerCall(args, kwargs), step, index, name)
+
+        return forward
+
+
+_CHECKPOINTING_ALSO_ON = (
+    "activation checkpointing is on together with memo_hf, which replaces it. Turn it off: "
+    "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
+    "model.gradient_checkpointing_disable()."
+)
+
+
+def _refuse_what_cannot_be(model: nn.Module) -> None:
+    if id(model) in _sessions:
+        raise UnsupportedModelError("memo_hf is already enabled on this model; call memo_hf.disable(model) first")
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is compiled with torch.compile, which would trace memo_hf's copies only once. "
+                "Enable memo_hf on the model without compiling it."
+            )
+        if type(module).__name__ == "CheckpointWrapper":
+            raise ConfigError(
+                f"{name} is wrapped in FSDP's activation checkpointing, which memo_hf replaces. Turn it off: "
+                "fsdp_activation_checkpointing: false in the accelerate config, or "
+                "fsdp_config={'activation_checkpointing': False} in TrainingArguments."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConfigError(_CHECKPOINTING_ALSO_ON)
+
+
+class _Patch:
+    """`forward` of one module replaced on the instance, so that hooks, FSDP and DDP around it go on as before."""
+
+    def __init__(self, module: nn.Module, forward):
+        self._module = module
+        self._had = "forward" in module.__dict__
+        self._before = module.__dict__.get("forward")
+        module.forward = _CopySafe(module, forward)
+
+    def undo(self) -> None:
+        if self._had:
+            self._module.forward = self._before
+        else:
+            del self._module.forward
+
+
+class _CopySafe:
+    """A patched forward. In a deep copy of its module it is the module's own forward: a copy is not enabled."""
+
+    def __init__(self, module: nn.Module, forward):
+        self._module, self._forward = module, forward
+        self.__wrapped__ = module.forward
+
+    def __call__(self, *args, **kwargs):
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        copied = memo.get(id(self._module), self._module)
+        return types.MethodType(type(copied).forward, copied)
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session of an enabled model. Raises `MemoError` where there is none."""
+    session = _sessions.get(id(model))
+    if session is None:
+        raise MemoError(f"memo_hf is not enabled on this {type(model).__name__}; call memo_hf.enable(model) first")
+    return session
