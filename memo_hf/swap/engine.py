@@ -1,0 +1,359 @@
+"""The swap engine: which storages leave the device, when they come back, and when memory may be used again.
+
+Called by `layers` and `session`. It must not know models, layers or how a copy is made. All ordering rules are here:
+
+- a storage is copied to the host once per group; its device memory is held until that copy is over (section 4.1 of the paper);
+- at most `max_in_flight` groups hold device memory that is being offloaded: the paper's rounding buffers;
+- a host block is used again only when its last handle has died and every copy on it has run;
+- a fetched buffer is used only after a wait for its copy, and dropped only after that wait or the end of the copy;
+- handles may die at any time, on any thread and under any lock, so their death only appends to a deque.
+
+An operator that saves a tensor and writes it afterwards without raising its version (RReLU's noise in training) cannot be
+swapped: the copy starts at `put`, before the write (case 40).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memo_hf.errors import ConfigError, MemoError
+from memo_hf.swap.copy_backend import Copy, CopyBackend
+from memo_hf.swap.cpu_threads import CpuThreads
+from memo_hf.swap.cuda_streams import CudaStreams
+from memo_hf.swap.host_pool import Block, HostPool
+from memo_hf.swap.storage import (
+    VersionWatch,
+    View,
+    can_swap,
+    dense_part,
+    dense_view,
+    is_small_part,
+    memoryless_alias,
+    storage_bytes,
+    storage_key,
+)
+
+
+@dataclass(frozen=True)
+class SwapStats:
+    """What an engine has moved and holds. Bytes are payload, that is bytes of storages, unless said otherwise."""
+
+    swapped_bytes: int  # copied to the host since the last reset
+    prefetched_bytes: int  # copied back since the last reset
+    swapped_storages: int  # storages copied to the host since the last reset
+    host_bytes: int  # on the host now
+    peak_host_bytes: int  # the most on the host since the last reset
+    host_reserved_bytes: int  # of the slabs, payload or not
+    host_allocations: int  # slabs ever made
+    pinned: bool  # whether all slabs are locked in memory
+
+
+class _Stored:
+    """The bytes of one storage: on the host, on the device, or both. Lives as long as a handle does."""
+
+    __slots__ = ("__weakref__", "_retired", "block", "device", "fetch", "nbytes", "offload")
+
+    def __init__(self, block: Block, offload: Copy, retired: deque):
+        self.block, self.nbytes, self.offload, self._retired = block, block.nbytes, offload, retired
+        self.fetch: Copy | None = None  # the last one
+        self.device: Tensor | None = None  # flat uint8; handles hand out views of it
+
+    def __del__(self):
+        self._retired.append((self.block, [copy for copy in (self.offload, self.fetch) if copy is not None]))
+
+
+class SwapEngine:
+    """Swaps storages between one device and host memory.
+
+    Args:
+        device: where the tensors live, "cpu" or "cuda".
+        host_budget_bytes: upper bound of the host memory reserved.
+        backend: makes the copies. None: a worker thread on "cpu", copy streams on "cuda".
+        max_in_flight: how many groups may hold device memory that is being offloaded at once.
+
+    Raises:
+        MemoError: there is no backend for this device.
+        ConfigError: `max_in_flight` below 1.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_budget_bytes: int,
+        *,
+        backend: CopyBackend | None = None,
+        max_in_flight: int = 2,
+    ):
+        if max_in_flight < 1:
+            raise ConfigError(
+                f"max_in_flight is {max_in_flight}; at least one group must be able to hold device memory"
+            )
+        self.device = _with_index(torch.device(device))
+        self._backend = backend or _backend_for(self.device)
+        self._pool = HostPool(host_budget_bytes, self._backend.pin, self._backend.unpin)
+        self._max_in_flight = max_in_flight
+        # Re-entrant, since a destructor that the garbage collector runs in here may use the engine.
+        self._lock = threading.RLock()
+        self._num_groups = 0
+        self._offloading: deque[tuple[int, Copy]] = deque()  # group serial, copy; in order of submission
+        self._retired: deque[tuple[Block | None, list[Copy]]] = deque()  # filled without the lock, by destructors
+        self._dying: deque[tuple[Block | None, list[Copy]]] = deque()  # retired, seen under the lock
+        self._swapped_bytes = self._prefetched_bytes = self._swapped_storages = 0
+        self._shut_down = weakref.finalize(self, _shut_down, self._backend, self._pool)
+
+    def open_group(self, *, keep: bool = False, label: str = "") -> SwapGroup:
+        """A group for what one layer's forward saves.
+
+        Waits until at most `max_in_flight - 1` older groups are still being offloaded.
+
+        Args:
+            keep: leave everything on the device.
+            label: names the layer in errors.
+        """
+        with self._lock:
+            self._require_open()
+            self._reap()
+            while len(groups := {serial for serial, _ in self._offloading}) >= self._max_in_flight:
+                oldest = min(groups)
+                for serial, copy in self._offloading:
+                    if serial == oldest:
+                        self._backend.wait(copy)
+                self._offloading = deque(item for item in self._offloading if item[0] != oldest)
+            self._num_groups += 1
+            return SwapGroup(self, self._num_groups, keep, label)
+
+    @property
+    def stats(self) -> SwapStats:
+        """Counters now. Can be read after `close`."""
+        with self._lock:
+            if self._shut_down.alive:
+                self._reap()
+            pool = self._pool
+            return SwapStats(
+                swapped_bytes=self._swapped_bytes,
+                prefetched_bytes=self._prefetched_bytes,
+                swapped_storages=self._swapped_storages,
+                host_bytes=pool.payload_bytes,
+                peak_host_bytes=pool.peak_payload_bytes,
+                host_reserved_bytes=pool.reserved_bytes,
+                host_allocations=pool.num_slabs_made,
+                pinned=pool.pinned,
+            )
+
+    def reset_stats(self) -> None:
+        """Set the traffic counters to 0 and the peak to what is on the host now."""
+        with self._lock:
+            self._require_open()
+            self._reap()
+            self._swapped_bytes = self._prefetched_bytes = self._swapped_storages = 0
+            self._pool.peak_payload_bytes = self._pool.payload_bytes
+
+    def close(self) -> None:
+        """Let running copies end and give all host memory back. What is still on the host is lost. May be called twice."""
+        with self._lock:
+            self._shut_down()
+            self._offloading.clear()
+            self._dying.clear()
+            self._retired.clear()
+
+    def _require_open(self) -> None:
+        if not self._shut_down.alive:
+            raise MemoError("the swap engine is closed, and what it held is gone; make a new one")
+
+    def _reap(self) -> None:
+        """Let go of the device memory of offloads that are over, and of the host blocks that nothing needs any more."""
+        while self._offloading and self._backend.done(self._offloading[0][1]):
+            self._offloading.popleft()
+        while self._retired:
+            self._dying.append(self._retired.popleft())
+        while self._dying and all(self._backend.done(copy) for copy in self._dying[0][1]):
+            block, _ = self._dying.popleft()
+            if block is not None:
+                self._pool.give_back(block)
+
+    def _host_block(self, nbytes: int) -> Block:
+        block = self._pool.take(nbytes)
+        if block is None and self._dying:
+            # Blocks on their way back come before new memory, or timing would decide how much is reserved.
+            for _, copies in self._dying:
+                for copy in copies:
+                    self._backend.finish(copy)
+            self._reap()
+            block = self._pool.take(nbytes)
+        if block is None:
+            self._pool.make_room(nbytes)
+            block = self._pool.take(nbytes)
+        return block
+
+    def _offload(self, tensor: Tensor, serial: int) -> _Stored:
+        """Start the copy of the whole storage of `tensor` to the host."""
+        source = storage_bytes(tensor)
+        block = self._host_block(source.numel())
+        try:
+            copy = self._backend.offload(source, block.bytes())
+        except BaseException:
+            self._pool.give_back(block)
+            raise
+        self._offloading.append((serial, copy))
+        self._swapped_bytes += block.nbytes
+        self._swapped_storages += 1
+        return _Stored(block, copy, self._retired)
+
+    def _start_fetch(self, stored: _Stored) -> None:
+        """See to it that `stored.device` is there or on its way."""
+        if stored.device is not None:
+            return
+        # While the offload runs the original is still there. One read: the worker may let it go at any moment.
+        stored.device = stored.offload.buffer
+        if stored.device is None:
+            # Allocated on the compute stream, where it will be read and where its memory returns (case 8).
+            target = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
+            stored.fetch = self._backend.fetch(stored.block.bytes(), target, after=stored.offload)
+            stored.device = target
+            self._prefetched_bytes += stored.nbytes
+
+    def _on_device(self, stored: _Stored) -> Tensor:
+        with self._lock:
+            self._require_open()
+            self._reap()
+            self._start_fetch(stored)
+            buffer, fetch = stored.device, stored.fetch
+        # Outside the lock: another thread may go on meanwhile.
+        if fetch is not None:
+            self._backend.wait(fetch, buffer)
+        return buffer
+
+
+class SwapGroup:
+    """What one layer's forward saves. Made by `SwapEngine.open_group`."""
+
+    def __init__(self, engine: SwapEngine, serial: int, keep: bool, label: str):
+        self.keep, self.label = keep, label
+        self._engine, self._serial, self._sealed = engine, serial, False
+        # Weak references: handles alone decide how long anything lives.
+        self._by_key: dict[tuple, weakref.ref[_Stored]] = {}
+        self._stored: list[weakref.ref[_Stored]] = []
+
+    def put(self, tensor: Tensor) -> Handle:
+        """Start to copy the storage of `tensor` to the host, unless this group has done so, and return what gets it back.
+
+        A tensor that reads less than half of a storage which this group does not hold is copied to a dense one first, so
+        that the rest does not move with it: `get` then returns it with offset 0 and dense strides. Kept on the device:
+        everything where `keep` is set, tensors of another device, subclasses, and tensors without bytes.
+
+        Raises:
+            MemoError: the group is sealed, the engine is closed, or an earlier copy failed.
+            HostMemoryError: the host budget does not suffice.
+        """
+        engine = self._engine
+        with engine._lock:
+            engine._require_open()
+            if self._sealed:
+                raise MemoError(f"put into the sealed group {self.label!r}: the forward it belongs to is over")
+            engine._reap()
+            if self.keep or not can_swap(tensor, engine.device):
+                return Handle(engine, self.label, kept=tensor.detach())
+            # A write between two puts makes two contents of one storage, so the version belongs to the key.
+            identity = (storage_key(tensor), tensor._version)
+            stored = self._find((*identity, None))
+            if stored is None and is_small_part(tensor):
+                # Not the same storage any more, so writes to the original do not matter and are not watched.
+                part_key = (*identity, View.of(tensor))
+                stored = self._find(part_key) or self._offload(part_key, dense_part(tensor))
+                return Handle(engine, self.label, stored=stored, view=dense_view(tensor))
+            stored = stored or self._offload((*identity, None), tensor)
+            watch = VersionWatch(memoryless_alias(tensor))
+            return Handle(engine, self.label, stored=stored, view=View.of(tensor), watch=watch)
+
+    def seal(self) -> None:
+        """The layer's forward is over: further `put` raises `MemoError`."""
+        with self._engine._lock:
+            self._sealed = True
+            self._by_key.clear()
+
+    def prefetch(self) -> None:
+        """Start to bring back everything that handles still want, last put first, as backward will ask for it."""
+        engine = self._engine
+        with engine._lock:
+            engine._require_open()
+            engine._reap()
+            for stored in self._live():
+                engine._start_fetch(stored)
+
+    def release(self) -> None:
+        """Let go of the device copies. The host copies stay as long as their handles, and can be fetched again."""
+        engine = self._engine
+        with engine._lock:
+            engine._require_open()
+            for stored in self._live():
+                stored.device = None
+                if stored.fetch is not None:
+                    # Perhaps nobody waited for it: then its buffer must outlive the copy, which this entry sees to.
+                    engine._retired.append((None, [stored.fetch]))
+            engine._reap()
+
+    def _live(self) -> list[_Stored]:
+        return [stored for ref in reversed(self._stored) if (stored := ref()) is not None]
+
+    def _find(self, key: tuple) -> _Stored | None:
+        ref = self._by_key.get(key)
+        return None if ref is None else ref()
+
+    def _offload(self, key: tuple, tensor: Tensor) -> _Stored:
+        stored = self._engine._offload(tensor, self._serial)
+        self._by_key[key] = weakref.ref(stored)
+        self._stored.append(self._by_key[key])
+        return stored
+
+
+class Handle:
+    """Gets one tensor back. Made by `SwapGroup.put`; what it stands for lives as long as it does."""
+
+    __slots__ = ("_engine", "_kept", "_label", "_stored", "_view", "_watch", "nbytes")
+
+    def __init__(self, engine, label, *, kept=None, stored=None, view=None, watch=None):
+        self._engine, self._label, self._kept, self._stored, self._view = engine, label, kept, stored, view
+        self._watch = watch if kept is None else VersionWatch(kept)
+        # A subclass may have no storage to ask.
+        self.nbytes: int = kept.numel() * kept.element_size() if stored is None else stored.nbytes
+
+    def get(self) -> Tensor:
+        """The tensor that was put, without gradient, on the device. Several calls return views of one device copy.
+
+        Raises:
+            MemoError: the tensor was written to in place since, the engine is closed, or a copy failed.
+        """
+        if self._stored is None:
+            self._engine._require_open()
+            tensor = self._kept.detach()
+        else:
+            tensor = self._view.on(self._engine._on_device(self._stored))
+        if self._watch is not None:
+            self._watch.check(self._label)
+        return tensor
+
+
+def _backend_for(device: torch.device) -> CopyBackend:
+    if device.type == "cpu":
+        return CpuThreads()
+    if device.type == "cuda":
+        return CudaStreams(device)
+    raise MemoError(f"swapping is not supported on device {device}; it is on 'cpu' and 'cuda'")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """As tensors report it, since devices are compared."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _shut_down(backend: CopyBackend, pool: HostPool) -> None:
+    backend.close()
+    pool.close()
