@@ -26,7 +26,7 @@ from memo_hf.layers.documents import find_documents
 from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, find_stacks
 from memo_hf.layers.loss import install_chunked_loss
-from memo_hf.layers.roles import attention_set_to
+from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
 from memo_hf.swap import SwapEngine
@@ -184,7 +184,7 @@ class Session:
 
     def _install(self, stack: Stack) -> None:
         verdicts = self._verdicts(stack)
-        patched = _PatchedStack(self, stack)
+        patched = _PatchedStack(self, stack, verdicts)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, verdicts, strict=True)):
             forward = layer.forward
             if verdict.recipe is not None:
@@ -193,7 +193,6 @@ class Session:
                 runner = WholeLayer(layer, forward, ())
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
             self._patches.append(_Patch(layer, patched.layer_forward(index, name, layer, forward, runner)))
-        patched.attends = any(verdict.recipe is not None for verdict in verdicts)
         self._patches.append(_Patch(stack.module, patched.forward))
 
     def _verdicts(self, stack: Stack) -> list[Verdict]:
@@ -235,20 +234,21 @@ class Session:
             )
         self._stock_forwards += 1
 
-    def plan_bytes(self, num_bytes: int) -> None:
-        """Note what the present forward pass is to swap."""
-        self._planned_bytes = num_bytes
+    def end_forward(self, planned_bytes: int) -> None:
+        """A training forward pass is over, and was to swap this much."""
+        self._planned_bytes = planned_bytes
 
 
 class _PatchedStack:
     """The forward of a stack and of its layers while memo_hf is enabled."""
 
-    def __init__(self, session: Session, stack: Stack):
+    def __init__(self, session: Session, stack: Stack, verdicts: list[Verdict]):
         self._session, self._stack = session, stack
         self._own_forward = stack.module.forward
         self._configs = attention_configs(stack.module)
         self._running = threading.local()
-        self.attends = False
+        self.kinds = verdicts  # Layers built alike share theirs.
+        self.attends = any(verdict.recipe is not None for verdict in verdicts)
 
     def forward(self, *args, **kwargs):
         """The stack's own forward, with memo_hf's attention in force and a step for its layers, where memo_hf runs."""
@@ -271,12 +271,11 @@ class _PatchedStack:
         before = getattr(self._running, "step", None)
         self._running.step = step
         try:
-            if not self.attends:
-                return self._own_forward(*args, **kwargs)
-            with attention_set_to("memo", self._configs):
+            with attention_set_to(ATTENTION_NAME, self._configs if self.attends else ()):
                 return self._own_forward(*args, **kwargs)
         finally:
             self._running.step = before
+            session.end_forward(step.planned_bytes)
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
@@ -302,8 +301,8 @@ class _PatchedStack:
             if self.attends
             else None,
             first_kept=max(0, num_layers - config.unswapped_layers),
+            kinds=self.kinds,
             require_host=session.require_host,
-            plan_bytes=session.plan_bytes,
         )
 
     def layer_forward(self, index: int, name: str, layer: nn.Module, own_forward, runner):

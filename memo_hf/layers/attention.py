@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from memo_hf.layers.attention_kernels import attend, memo_mask
+from memo_hf.layers.attention_kernels import attend
+from memo_hf.layers.attention_mask import memo_mask
 from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Finish, Project, Whole, current_role
 
 

@@ -74,7 +74,12 @@ class LayerCall:
         """
 
         def cut(tensor):
-            return tensor[:, start:stop] if self.is_per_token(tensor) else tensor
+            if not self.is_per_token(tensor):
+                return tensor
+            part = tensor[:, start:stop]
+            if hasattr(tensor, "memo_pattern"):  # A mask of ours says what it stands for; so do its parts.
+                part.memo_pattern = tensor.memo_pattern
+            return part
 
         args, kwargs = map_tensors(cut, self.args), map_tensors(cut, self.kwargs)
         if meta_rope and kwargs.get("position_embeddings") is not None:

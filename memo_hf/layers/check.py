@@ -324,7 +324,7 @@ class _Trial:
 
     def _finish(self, runner: TokenLayer, hidden: Tensor, attended: Tensor, start: int, stop: int) -> Tensor:
         call = self._call(self.ours, hidden)
-        return runner.finish(call, hidden[:, start:stop], attended[:, start:stop], start, stop)
+        return runner.finish(call, hidden[:, start:stop], attended[:, start:stop], start, stop, {})
 
     def _attend(self, parts: list[Tensor]) -> Tensor:
         role = Project()

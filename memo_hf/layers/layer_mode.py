@@ -29,18 +29,16 @@ class WholeLayer:
 
     def __call__(self, call: LayerCall, step: Step, index: int, name: str):
         """The layer's output for `call`, of the type that the layer itself returns."""
-        record = step.open(index, name)
         hidden = call.take_hidden()
+        step.require(index, hidden.nbytes)
 
         def run(hidden):
             args, kwargs = call.whole(hidden)
             with playing(Whole(step.attend), self.configs):
                 return self.forward(*args, **kwargs)
 
-        with _InputSaves(record, hidden).hooks():
-            output = checkpoint(run, hidden, use_reentrant=False)
-        record.group.seal()
-        return output
+        with step.layer(index, name) as record, _InputSaves(record, hidden).hooks():
+            return checkpoint(run, hidden, use_reentrant=False)
 
 
 class _InputSaves:

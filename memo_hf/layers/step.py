@@ -5,7 +5,8 @@ Made by the session for each forward pass. Knows no particular layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -39,9 +40,10 @@ class Step:
         settings: how token mode runs.
         implementation: the attention that the user asked for, by transformers' name.
         documents: which tokens may attend to which, or None.
+        kinds: for each layer, an object that it shares with the layers built alike.
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
-        plan_bytes: told the bytes that this forward pass is to swap, once the first layer has shown its own.
+        planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
     """
 
     engine: SwapEngine
@@ -49,8 +51,9 @@ class Step:
     implementation: str
     documents: Documents | None
     first_kept: int
+    kinds: list
     require_host: Callable[[int, int], None]
-    plan_bytes: Callable[[int], None]
+    planned_bytes: int = 0
     last: LayerRecord | None = None
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
@@ -59,11 +62,21 @@ class Step:
             module, query, key, value, implementation=self.implementation, documents=self.documents, **arguments
         )
 
-    def open(self, index: int, name: str) -> LayerRecord:
-        """The record of the next layer; its group is where the layer's saved tensors go."""
-        group = self.engine.open_group(keep=index >= self.first_kept, label=name)
-        self.last = LayerRecord(group, self.last)
-        return self.last
+    @contextmanager
+    def layer(self, index: int, name: str) -> Iterator[LayerRecord]:
+        """The record of the next layer, for the body that runs it; its group is where saved tensors go."""
+        before = self.engine.stats.swapped_bytes
+        self.last = record = LayerRecord(self.engine.open_group(keep=index >= self.first_kept, label=name), self.last)
+        yield record
+        record.group.seal()
+        if self.kinds.index(self.kinds[index]) == index:
+            alike = sum(kind is self.kinds[index] for kind in self.kinds[: self.first_kept])
+            self.planned_bytes += alike * (self.engine.stats.swapped_bytes - before)
+
+    def require(self, index: int, num_bytes: int) -> None:
+        """Raise `HostMemoryError` where layer `index`, and the others like it, cannot swap `num_bytes` each."""
+        if index < self.first_kept:
+            self.require_host(num_bytes, self.first_kept)
 
 
 @dataclass

@@ -62,8 +62,13 @@ class TokenLayer:
 
     def __call__(self, call: LayerCall, step: Step, index: int, name: str):
         """The layer's output for `call`, of the type that the layer itself returns."""
+        with step.layer(index, name) as record:
+            output, rest = self._run(call, step, index, record)
+        return (output, *rest) if self.recipe.returns_tuple else output
+
+    def _run(self, call: LayerCall, step: Step, index: int, record: LayerRecord) -> tuple[Tensor, tuple]:
         hidden = call.take_hidden()
-        record = step.open(index, name)
+        step.require(index, hidden.nbytes)
         chunks = cut_into_chunks(call.num_tokens, step.settings.chunk_tokens, step.settings.swap_fraction)
         constants = tensors_in([call.args, call.kwargs]) + list(self.layer.buffers())
         trainable, frozen = self._parameters()
@@ -80,7 +85,7 @@ class TokenLayer:
             after_backward=record.end_backward,
         )
         finish = Node(
-            run=lambda inputs, start, stop: (self.finish(call, *inputs, start, stop),),
+            run=lambda inputs, start, stop: (self.finish(call, *inputs, start, stop, seen),),
             parameters=trainable["finish"],
             frozen=frozen,
             chunks=chunks,
@@ -89,16 +94,16 @@ class TokenLayer:
             before_backward=record.begin_backward,
         )
         query, key, value, *passed = project.apply(hidden)
-        hidden = passed[0] if passed else hidden
+        attended_bytes = query.nbytes // query.shape[-1] * value.shape[-1]
+        waiting = 0 if step.settings.rebuild_qkv else query.nbytes + key.nbytes + value.nbytes
+        step.require(index, hidden.nbytes + attended_bytes + waiting)
         rebuilder = _Rebuilder(project, record, (query, key, value)) if step.settings.rebuild_qkv else None
-        saved = _AttentionSaves(record, rebuilder, constants)
-        with saved.hooks():
+        with _AttentionSaves(record, rebuilder, constants).hooks():
             attended = self._attend(step, seen, query, key, value)
-        del query, key, value, passed
+        del query, key, value
+        hidden = passed.pop() if passed else hidden
         (output,) = finish.apply(hidden, attended)
-        del attended, hidden
-        record.group.seal()
-        return (output, *seen.get("rest", ())) if self.recipe.returns_tuple else output
+        return output, seen.get("rest", ())
 
     def project(self, call: LayerCall, hidden: Tensor, start: int, stop: int, seen: dict) -> tuple[Tensor, ...]:
         """q, k, v of tokens [start, stop), each (batch, tokens, heads, head_dim); `seen` notes the attention's arguments."""
@@ -113,13 +118,19 @@ class TokenLayer:
         seen.setdefault("arguments", role.attention_arguments)
         return tuple(tensor.transpose(1, 2) for tensor in role.query_key_value)
 
-    def finish(self, call: LayerCall, hidden: Tensor, attended: Tensor, start: int, stop: int) -> Tensor:
-        """The layer's output for tokens [start, stop) from its input and its attention output there."""
+    def finish(self, call: LayerCall, hidden: Tensor, attended: Tensor, start: int, stop: int, seen: dict) -> Tensor:
+        """The layer's output for tokens [start, stop) from its input and its attention output there.
+
+        `seen` notes what the layer returns beside it.
+        """
         args, kwargs = call.on_tokens(hidden, start, stop, meta_rope=self.recipe.meta_rope)
         stubs = {self.layer.get_submodule(path): width for path, width in self.recipe.stubs}
         with stubbed(stubs), playing(Finish(attended), self.configs):
             output = self.forward(*args, **kwargs)
-        return output[0] if self.recipe.returns_tuple else output
+        if not self.recipe.returns_tuple:
+            return output
+        seen["rest"] = output[1:]
+        return output[0]
 
     def _attend(self, step: Step, seen: dict, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         module, arguments = seen["module"], seen["arguments"]

@@ -112,3 +112,7 @@ def dense_view(tensor: Tensor) -> View:
 
 def _expanded(tensor: Tensor) -> list[int]:
     return [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.size(dim) > 1]
+
+
+def storage_bytes(tensor):
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

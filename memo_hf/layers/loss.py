@@ -1,0 +1,2 @@
+def install_chunked_loss(model):
+    return lambda: None
