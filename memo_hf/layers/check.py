@@ -27,9 +27,9 @@ _CHUNKS = ((0, 5), (5, 6), (6, 13))
 _MOVED = 1e-4  # Relative to the largest output, in fp32.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Verdict:
-    """Whether a layer runs in token mode (it has a recipe) or in layer mode, and why."""
+    """Whether a layer runs in token mode (it has a recipe) or in layer mode, and why. Layers built alike share one."""
 
     recipe: Recipe | None
     reason: str
@@ -195,6 +195,8 @@ class _Trial:
         floating = [p.dtype for p in layer.parameters() if p.is_floating_point()]
         self.dtype = floating[0] if floating else given.dtype
         # Small, so that what the layer adds is not lost beside what it passes on.
+        if given.dim() != 3:
+            raise _NotTokenwise(f"its input has {given.dim()} dimensions, not (batch, tokens, hidden)")
         self.hidden = (0.05 * torch.randn(given.shape, device=given.device)).to(self.dtype)
 
     def recipe(self) -> Recipe:
@@ -238,8 +240,12 @@ class _Trial:
         args, kwargs = call.whole(self.hidden)
         sizes = _container_sizes(kwargs)
         role = Whole(self._attend_as_whole)
-        with playing(role, self.configs):
-            output = self.forward(*args, **kwargs)
+        try:
+            with playing(role, self.configs):
+                output = self.forward(*args, **kwargs)
+        except Exception:
+            if role.num_calls:
+                raise
         if role.num_calls != 1:
             raise _NotTokenwise(f"it calls transformers' attention interface {role.num_calls} times, not once")
         if not torch.equal(before, self.hidden):

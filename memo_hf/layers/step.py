@@ -69,9 +69,9 @@ class Step:
         self.last = record = LayerRecord(self.engine.open_group(keep=index >= self.first_kept, label=name), self.last)
         yield record
         record.group.seal()
-        if self.kinds.index(self.kinds[index]) == index:
-            alike = sum(kind is self.kinds[index] for kind in self.kinds[: self.first_kept])
-            self.planned_bytes += alike * (self.engine.stats.swapped_bytes - before)
+        alike = [other for other, kind in enumerate(self.kinds[: self.first_kept]) if kind is self.kinds[index]]
+        if alike and alike[0] == index:
+            self.planned_bytes += len(alike) * (self.engine.stats.swapped_bytes - before)
 
     def require(self, index: int, num_bytes: int) -> None:
         """Raise `HostMemoryError` where layer `index`, and the others like it, cannot swap `num_bytes` each."""
