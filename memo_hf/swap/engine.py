@@ -2,14 +2,15 @@
 
 Called by `layers` and `session`. It must not know models, layers or how a copy is made. All ordering rules are here:
 
-- a storage is copied to the host once per group; its device memory is held until that copy is over (section 4.1 of the paper);
+- a storage is copied to the host once per group; its device memory is held until that copy is over (section 4.1 of the
+  paper);
 - at most `max_in_flight` groups hold device memory that is being offloaded: the paper's rounding buffers;
 - a host block is used again only when its last handle has died and every copy on it has run;
 - a fetched buffer is used only after a wait for its copy, and dropped only after that wait or the end of the copy;
 - handles may die at any time, on any thread and under any lock, so their death only appends to a deque.
 
-An operator that saves a tensor and writes it afterwards without raising its version (RReLU's noise in training) cannot be
-swapped: the copy starts at `put`, before the write (case 40).
+An operator that saves a tensor and writes it afterwards without raising its version (RReLU's noise in training) cannot
+be swapped: the copy starts at `put`, before the write (case 40).
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class SwapEngine:
             self._pool.peak_payload_bytes = self._pool.payload_bytes
 
     def close(self) -> None:
-        """Let running copies end and give all host memory back. What is still on the host is lost. May be called twice."""
+        """Let running copies end and give all host memory back, with what is on it. May be called twice."""
         with self._lock:
             self._shut_down()
             self._offloading.clear()
@@ -241,11 +242,11 @@ class SwapGroup:
         self._stored: list[weakref.ref[_Stored]] = []
 
     def put(self, tensor: Tensor) -> Handle:
-        """Start to copy the storage of `tensor` to the host, unless this group has done so, and return what gets it back.
+        """Start to copy the storage of `tensor` to the host, once per group, and return what gets it back.
 
-        A tensor that reads less than half of a storage which this group does not hold is copied to a dense one first, so
-        that the rest does not move with it: `get` then returns it with offset 0 and dense strides. Kept on the device:
-        everything where `keep` is set, tensors of another device, subclasses, and tensors without bytes.
+        A tensor that reads less than half of a storage which this group does not hold is copied to a dense one first,
+        so that the rest does not move with it: `get` then returns it with offset 0 and dense strides. Kept on the
+        device: everything where `keep` is set, tensors of another device, subclasses, and tensors without elements.
 
         Raises:
             MemoError: the group is sealed, the engine is closed, or an earlier copy failed.
@@ -258,7 +259,8 @@ class SwapGroup:
                 raise MemoError(f"put into the sealed group {self.label!r}: the forward it belongs to is over")
             engine._reap()
             if self.keep or not can_swap(tensor, engine.device):
-                return Handle(engine, self.label, kept=tensor.detach())
+                # An empty tensor may be the last view of a large storage, which it does not need.
+                return Handle(engine, self.label, kept=tensor.detach() if tensor.numel() else tensor.detach().clone())
             # A write between two puts makes two contents of one storage, so the version belongs to the key.
             identity = (storage_key(tensor), tensor._version)
             stored = self._find((*identity, None))
