@@ -9,7 +9,7 @@ import torch
 
 from memo_hf.errors import ConfigError, HostMemoryError, MemoError
 from memo_hf.swap import SwapEngine
-from tests.harness.simulated_copies import GuardedPool
+from tests.harness.simulated_copies import GuardedPool, settle
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -21,17 +21,6 @@ def engine(monkeypatch):
     engine = SwapEngine(CPU, 64 * MIB)
     yield engine
     engine.close()
-
-
-def settle(engine):
-    """Wait until every offload is over, so that what follows reads host copies."""
-    for _, copy in list(engine._offloading):
-        engine._backend.finish(copy)
-    engine.stats  # noqa: B018 (reaps)
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
 
 
 def ramp(*size, dtype=torch.float32):

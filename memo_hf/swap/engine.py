@@ -173,9 +173,12 @@ class SwapEngine:
             self._offloading.popleft()
         while self._retired:
             self._dying.append(self._retired.popleft())
-        while self._dying and all(self._backend.done(copy) for copy in self._dying[0][1]):
-            block, _ = self._dying.popleft()
-            if block is not None:
+        # In any order: handles often die last put first, while copies end first put first.
+        for _ in range(len(self._dying)):
+            block, copies = self._dying.popleft()
+            if not all(self._backend.done(copy) for copy in copies):
+                self._dying.append((block, copies))
+            elif block is not None:
                 self._pool.give_back(block)
 
     def _host_block(self, nbytes: int) -> Block:
