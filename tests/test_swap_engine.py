@@ -112,6 +112,15 @@ def test_small_part_does_not_drag_its_storage(engine):
     assert torch.equal(first.get(), expected) and torch.equal(second.get(), expected)
 
 
+def test_empty_view_moves_nothing_and_holds_nothing(engine):
+    tensor = ramp(6, 8)
+    handle = engine.open_group().put(tensor[6:])
+    storage = weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert storage() is None and handle.get().shape == (0, 8)
+    assert engine.stats.swapped_storages == 0 and handle.nbytes == 0
+
+
 def test_reused_address_is_another_storage(engine):  # case 33
     memory = bytearray(4096)
     group = engine.open_group()
@@ -206,12 +215,14 @@ def test_in_place_write_is_an_error(engine, keep, settled):  # cases 38 and 39
 def test_write_between_two_puts_makes_two_contents(engine):
     tensor = ramp(100)
     group = engine.open_group()
-    group.put(tensor)
+    before = group.put(tensor)
     settle(engine)
     tensor.add_(1)
     handle = group.put(tensor)
     assert engine.stats.swapped_storages == 2
     assert torch.equal(handle.get(), ramp(100) + 1)
+    with pytest.raises(MemoError, match="in-place operation"):
+        before.get()
 
 
 def test_write_that_nobody_reads_back_is_no_error(engine):

@@ -81,7 +81,7 @@ def everything_is_done(backend):
 
 
 def fetch_ignores_its_offload(backend):
-    backend._run_until, run_until = lambda copy: copy.is_fetch and run_until(copy), backend._run_until
+    backend._run_until, run_until = lambda job: job.is_fetch and run_until(job), backend._run_until
 
 
 @pytest.mark.parametrize("fault", [waits_for_nothing, everything_is_done, fetch_ignores_its_offload])
@@ -98,12 +98,15 @@ def test_release_before_the_fetch_has_run():
     handle = group.put(torch.ones(100))
     for _ in range(2):
         engine.open_group().put(torch.zeros(1))  # pushes the offload out
-    group.prefetch()
-    assert backend.num_queued > 1
-    group.release()
-    del handle, group
-    engine.close()
+    for _ in range(2):
+        group.prefetch()
+        assert handle._stored.fetch.buffer is not None and backend.num_queued > 1
+        group.release()
     assert not backend.faults
+    backend.finish(handle._stored.fetch)
+    assert not backend.faults and handle._stored.fetch.buffer is None
+    assert torch.all(handle.get() == 1)
+    engine.close()
 
 
 def test_handles_die_before_their_fetch_has_run():

@@ -167,10 +167,14 @@ class SwapEngine:
         if not self._shut_down.alive:
             raise MemoError("the swap engine is closed, and what it held is gone; make a new one")
 
-    def _reap(self) -> None:
-        """Let go of the device memory of offloads that are over, and of the host blocks that nothing needs any more."""
+    def _free_device_memory(self) -> None:
+        """Let go of the device memory of offloads that are over."""
         while self._offloading and self._backend.done(self._offloading[0][1]):
             self._offloading.popleft()
+
+    def _reap(self) -> None:
+        """Let go of device memory as above, and of the host blocks that nothing needs any more."""
+        self._free_device_memory()
         while self._retired:
             self._dying.append(self._retired.popleft())
         # In any order: handles often die last put first, while copies end first put first.
@@ -183,8 +187,9 @@ class SwapEngine:
 
     def _host_block(self, nbytes: int) -> Block:
         block = self._pool.take(nbytes)
-        if block is None and self._dying:
+        if block is None:
             # Blocks on their way back come before new memory, or timing would decide how much is reserved.
+            self._reap()
             for _, copies in self._dying:
                 for copy in copies:
                     self._backend.finish(copy)
@@ -225,7 +230,7 @@ class SwapEngine:
     def _on_device(self, stored: _Stored) -> Tensor:
         with self._lock:
             self._require_open()
-            self._reap()
+            self._free_device_memory()
             self._start_fetch(stored)
             buffer, fetch = stored.device, stored.fetch
         # Outside the lock: another thread may go on meanwhile.
@@ -260,7 +265,7 @@ class SwapGroup:
             engine._require_open()
             if self._sealed:
                 raise MemoError(f"put into the sealed group {self.label!r}: the forward it belongs to is over")
-            engine._reap()
+            engine._free_device_memory()
             if self.keep or not can_swap(tensor, engine.device):
                 # An empty tensor may be the last view of a large storage, which it does not need.
                 return Handle(engine, self.label, kept=tensor.detach() if tensor.numel() else tensor.detach().clone())

@@ -26,14 +26,19 @@ CANARY = 0xCA
 GUARD = 64
 
 
+class _Job:
+    """What a queue knows of a copy: weak on the device side, so that dropping `Copy.buffer` frees it, as on a GPU."""
+
+    def __init__(self, device_side, host, is_fetch):
+        self.device_side, self.host, self.is_fetch, self.ran = device_side, host, is_fetch, False
+
+
 class _SimulatedCopy(Copy):
-    __slots__ = ("device_side", "host", "is_fetch", "ran")
+    __slots__ = ("job",)
 
     def __init__(self, buffer, host, is_fetch):
         super().__init__(buffer)
-        # Weak, as a GPU copy is: whoever drops `buffer` frees the memory under it.
-        self.device_side = StorageWeakRef(buffer.untyped_storage())
-        self.host, self.is_fetch, self.ran = host, is_fetch, False
+        self.job = _Job(StorageWeakRef(buffer.untyped_storage()), host, is_fetch)
 
 
 class SimulatedCopies:
@@ -42,8 +47,8 @@ class SimulatedCopies:
     def __init__(self, seed: int = 0, eagerness: float = 0.3):
         self._random = random.Random(seed)
         self._eagerness = eagerness
-        self._offloads: deque[_SimulatedCopy] = deque()
-        self._fetches: deque[_SimulatedCopy] = deque()
+        self._offloads: deque[_Job] = deque()
+        self._fetches: deque[_Job] = deque()
         self.faults: list[str] = []
         self.num_waits = 0
         self.closed = False
@@ -52,33 +57,33 @@ class SimulatedCopies:
         self._run_some()
         target.fill_(HOST_POISON)
         copy = _SimulatedCopy(source, target, is_fetch=False)
-        self._offloads.append(copy)
+        self._offloads.append(copy.job)
         return copy
 
     def fetch(self, source, target, after):
         self._run_some()
         # The stream waits for the offload. Between the two queues nothing else is promised.
-        self._run_until(after)
+        self._run_until(after.job)
         target.fill_(DEVICE_POISON)
         copy = _SimulatedCopy(target, source, is_fetch=True)
-        self._fetches.append(copy)
+        self._fetches.append(copy.job)
         return copy
 
     def wait(self, copy, buffer=None):
         self.num_waits += 1
         self._run_some()
-        self._run_until(copy)
+        self._run_until(copy.job)
         copy.buffer = None
 
     def finish(self, copy):
-        self._run_until(copy)
+        self._run_until(copy.job)
         copy.buffer = None
 
     def done(self, copy):
         self._run_some()
-        if copy.ran:
+        if copy.job.ran:
             copy.buffer = None
-        return copy.ran
+        return copy.job.ran
 
     def pin(self, buffer):
         return False
@@ -99,25 +104,25 @@ class SimulatedCopies:
         while self.num_queued and self._random.random() < self._eagerness:
             self._run_next(self._random.choice([queue for queue in (self._offloads, self._fetches) if queue]))
 
-    def _run_until(self, copy):
-        while not copy.ran:
-            self._run_next(self._fetches if copy.is_fetch else self._offloads)
+    def _run_until(self, job):
+        while not job.ran:
+            self._run_next(self._fetches if job.is_fetch else self._offloads)
 
     def _run_next(self, queue):
-        copy = queue.popleft()
-        copy.ran = True
-        storage = torch.UntypedStorage._new_with_weak_ptr(copy.device_side.cdata)
+        job = queue.popleft()
+        job.ran = True
+        storage = torch.UntypedStorage._new_with_weak_ptr(job.device_side.cdata)
         if storage is None:
-            if copy.is_fetch:
-                self.faults.append(f"a fetch of {copy.host.numel()} bytes wrote to device memory that was given back")
+            if job.is_fetch:
+                self.faults.append(f"a fetch of {job.host.numel()} bytes wrote to device memory that was given back")
             else:
-                copy.host.fill_(DEVICE_POISON)
+                job.host.fill_(DEVICE_POISON)
             return
         device_side = torch.empty(0, dtype=torch.uint8).set_(storage)
-        if copy.is_fetch:
-            device_side.copy_(copy.host)
+        if job.is_fetch:
+            device_side.copy_(job.host)
         else:
-            copy.host.copy_(device_side)
+            job.host.copy_(device_side)
 
 
 class GuardedPool(HostPool):
