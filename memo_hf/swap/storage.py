@@ -1,6 +1,6 @@
 """Identity of storages and shapes of views: what may be swapped, what is the same, how a tensor is put together.
 
-Called by `engine`. It must not know copies, groups or the host pool.
+Called by `engine` and `group`. It must not know copies, groups or the host pool.
 """
 
 from __future__ import annotations
@@ -117,7 +117,3 @@ def dense_view(tensor: Tensor) -> View:
 
 def _expanded(tensor: Tensor) -> list[int]:
     return [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.size(dim) > 1]
-
-
-def storage_bytes(tensor):
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
