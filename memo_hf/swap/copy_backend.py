@@ -3,10 +3,11 @@
 Called by `engine` (copies, waits) and `host_pool` (pinning). It must not know groups, handles or models.
 
 The contract every backend keeps:
-- offloads run in the order they were submitted, and so do fetches; nothing is promised between the two queues but `after`;
+- offloads run in the order they were submitted, and so do fetches; nothing is promised between the two queues but
+  `after`;
 - a copy reads its source as it is at submission, in the order of the stream or thread that submits;
-- `Copy.buffer` keeps the device side of a copy alive. A backend sets it to None once work that the compute stream is given
-  from then on cannot meet the copy any more: then the memory may go back to the device allocator.
+- `Copy.buffer` keeps the device side of a copy alive. A backend sets it to None once work that the compute stream is
+  given from then on cannot meet the copy any more: then the memory may go back to the device allocator.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CopyBackend(Protocol):
         """Whether `copy` has run; never blocks. Lets `copy.buffer` go where it has."""
 
     def pin(self, buffer: Tensor) -> bool:
-        """Lock the pages of a host buffer. False where this device has no use for it; raises RuntimeError where it fails."""
+        """Lock the pages of a host buffer. False where this device has no use for it. Raises RuntimeError."""
 
     def unpin(self, buffer: Tensor) -> None:
         """Undo `pin`."""

@@ -1,7 +1,8 @@
 """Copies on a CPU: one worker thread takes them in order, so that they overlap with the computing threads.
 
-Made by `engine` for device "cpu". It must not know groups or handles. The worker copies with `ctypes.memmove`, which releases
-the GIL and runs in this one thread: a `Tensor.copy_` would start a second OpenMP team that fights the computing one for cores.
+Made by `engine` for device "cpu". It must not know groups or handles. The worker copies with `ctypes.memmove`, which
+releases the GIL and runs in this one thread: a `Tensor.copy_` would start a second OpenMP team that fights the
+computing one for cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _ThreadCopy(Copy):
 
 
 class _Worker(threading.Thread):
-    """Runs jobs (copy, source, target) until it gets None. Knows nothing of the backend, so that it keeps nothing alive."""
+    """Runs jobs (copy, source, target) until it gets None. Holds no backend, so that it keeps nothing alive."""
 
     def __init__(self):
         super().__init__(name="memo-hf-copies", daemon=True)
@@ -40,7 +41,7 @@ class _Worker(threading.Thread):
                 # After a failure nothing is copied: what was to be read is not there. Waiters are still let go.
                 if self.failure is None:
                     copy_bytes(source, target)
-            except Exception as failure:  # noqa: BLE001 (any: it belongs to whoever waits)
+            except Exception as failure:  # of any kind: it is raised where somebody waits
                 self.failure = failure
             # Every reference goes before the copy counts as finished: who has waited finds the memory freed.
             del job, source, target
@@ -50,7 +51,7 @@ class _Worker(threading.Thread):
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy the bytes of one flat uint8 CPU tensor to another of the same length. Raises ValueError where lengths differ."""
+    """Copy one flat uint8 CPU tensor to another. Raises ValueError where their lengths differ."""
     if source.numel() != target.numel():
         raise ValueError(f"copy of {source.numel()} bytes into a buffer of {target.numel()}")
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())

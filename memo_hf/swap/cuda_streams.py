@@ -2,8 +2,8 @@
 
 Made by `engine` for device "cuda". It must not know groups or handles. Nothing here runs, or touches CUDA, at import.
 
-The compute stream is looked up at every call and outside `with cuda.stream(...)`: the user may change it at any time, and
-inside such a block it would be the copy stream itself, so that a wait would wait for nothing (cases 3 and 7).
+The compute stream is looked up at every call and outside `with cuda.stream(...)`: the user may change it at any time,
+and inside such a block it would be the copy stream itself, so that a wait would wait for nothing (cases 3 and 7).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CudaStreams:
 
     def fetch(self, source: Tensor, target: Tensor, after: Copy) -> Copy:
         compute = self._cuda.current_stream(self._device)
-        # Hazard: `target` was allocated on the compute stream, where kernels on the memory's last owner may still be queued.
+        # Hazard: `target` comes from the compute stream, where kernels on its last owner may still be queued.
         self._fetch_stream.wait_stream(compute)
         # Hazard: the offload that fills `source` may still be under way on the other copy stream.
         self._fetch_stream.wait_event(after.event)
@@ -81,7 +81,7 @@ class CudaStreams:
         error = runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if error == runtime.cudaError.success:
             return True
-        # The runtime keeps the code of a failed call, and the next kernel launch would report it as its own: let one do so.
+        # The runtime keeps the code of a failed call and the next kernel launch reports it as its own: let one do so.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)
         raise MemoError(f"cudaHostRegister: {runtime.cudaGetErrorString(error)}")

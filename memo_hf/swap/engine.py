@@ -1,15 +1,17 @@
 """The swap engine: which storages leave the device, when they come back, and when memory may be used again.
 
-Called by `layers` and `session`. It must not know models, layers or how a copy is made. All ordering rules are here:
+Called by `layers` and `session`, and by the groups it makes (`group`). It must not know models, layers or how a copy is
+made. All ordering rules are here:
 
-- a storage is copied to the host once per group; its device memory is held until that copy is over (section 4.1 of the paper);
+- a storage is copied to the host once per group; its device memory is held until that copy is over (section 4.1 of the
+  paper);
 - at most `max_in_flight` groups hold device memory that is being offloaded: the paper's rounding buffers;
 - a host block is used again only when its last handle has died and every copy on it has run;
 - a fetched buffer is used only after a wait for its copy, and dropped only after that wait or the end of the copy;
 - handles may die at any time, on any thread and under any lock, so their death only appends to a deque.
 
-An operator that saves a tensor and writes it afterwards without raising its version (RReLU's noise in training) cannot be
-swapped: the copy starts at `put`, before the write (case 40).
+An operator that saves a tensor and writes it afterwards without raising its version (RReLU's noise in training) cannot
+be swapped: the copy starts at `put`, before the write (case 40).
 """
 
 from __future__ import annotations
@@ -26,18 +28,9 @@ from memo_hf.errors import ConfigError, MemoError
 from memo_hf.swap.copy_backend import Copy, CopyBackend
 from memo_hf.swap.cpu_threads import CpuThreads
 from memo_hf.swap.cuda_streams import CudaStreams
+from memo_hf.swap.group import Stored, SwapGroup
 from memo_hf.swap.host_pool import Block, HostPool
-from memo_hf.swap.storage import (
-    VersionWatch,
-    View,
-    can_swap,
-    dense_part,
-    dense_view,
-    is_small_part,
-    memoryless_alias,
-    storage_bytes,
-    storage_key,
-)
+from memo_hf.swap.storage import storage_bytes
 
 
 @dataclass(frozen=True)
@@ -52,20 +45,6 @@ class SwapStats:
     host_reserved_bytes: int  # of the slabs, payload or not
     host_allocations: int  # slabs ever made
     pinned: bool  # whether all slabs are locked in memory
-
-
-class _Stored:
-    """The bytes of one storage: on the host, on the device, or both. Lives as long as a handle does."""
-
-    __slots__ = ("__weakref__", "_retired", "block", "device", "fetch", "nbytes", "offload")
-
-    def __init__(self, block: Block, offload: Copy, retired: deque):
-        self.block, self.nbytes, self.offload, self._retired = block, block.nbytes, offload, retired
-        self.fetch: Copy | None = None  # the last one
-        self.device: Tensor | None = None  # flat uint8; handles hand out views of it
-
-    def __del__(self):
-        self._retired.append((self.block, [copy for copy in (self.offload, self.fetch) if copy is not None]))
 
 
 class SwapEngine:
@@ -155,7 +134,7 @@ class SwapEngine:
             self._pool.peak_payload_bytes = self._pool.payload_bytes
 
     def close(self) -> None:
-        """Let running copies end and give all host memory back. What is still on the host is lost. May be called twice."""
+        """Let running copies end and give all host memory back, with what is on it. May be called twice."""
         with self._lock:
             self._shut_down()
             self._offloading.clear()
@@ -166,21 +145,29 @@ class SwapEngine:
         if not self._shut_down.alive:
             raise MemoError("the swap engine is closed, and what it held is gone; make a new one")
 
-    def _reap(self) -> None:
-        """Let go of the device memory of offloads that are over, and of the host blocks that nothing needs any more."""
+    def _free_device_memory(self) -> None:
+        """Let go of the device memory of offloads that are over."""
         while self._offloading and self._backend.done(self._offloading[0][1]):
             self._offloading.popleft()
+
+    def _reap(self) -> None:
+        """Let go of device memory as above, and of the host blocks that nothing needs any more."""
+        self._free_device_memory()
         while self._retired:
             self._dying.append(self._retired.popleft())
-        while self._dying and all(self._backend.done(copy) for copy in self._dying[0][1]):
-            block, _ = self._dying.popleft()
-            if block is not None:
+        # In any order: handles often die last put first, while copies end first put first.
+        for _ in range(len(self._dying)):
+            block, copies = self._dying.popleft()
+            if not all(self._backend.done(copy) for copy in copies):
+                self._dying.append((block, copies))
+            elif block is not None:
                 self._pool.give_back(block)
 
     def _host_block(self, nbytes: int) -> Block:
         block = self._pool.take(nbytes)
-        if block is None and self._dying:
+        if block is None:
             # Blocks on their way back come before new memory, or timing would decide how much is reserved.
+            self._reap()
             for _, copies in self._dying:
                 for copy in copies:
                     self._backend.finish(copy)
@@ -191,7 +178,7 @@ class SwapEngine:
             block = self._pool.take(nbytes)
         return block
 
-    def _offload(self, tensor: Tensor, serial: int) -> _Stored:
+    def _offload(self, tensor: Tensor, serial: int) -> Stored:
         """Start the copy of the whole storage of `tensor` to the host."""
         source = storage_bytes(tensor)
         block = self._host_block(source.numel())
@@ -203,9 +190,9 @@ class SwapEngine:
         self._offloading.append((serial, copy))
         self._swapped_bytes += block.nbytes
         self._swapped_storages += 1
-        return _Stored(block, copy, self._retired)
+        return Stored(block, copy, self._retired)
 
-    def _start_fetch(self, stored: _Stored) -> None:
+    def _start_fetch(self, stored: Stored) -> None:
         """See to it that `stored.device` is there or on its way."""
         if stored.device is not None:
             return
@@ -218,125 +205,16 @@ class SwapEngine:
             stored.device = target
             self._prefetched_bytes += stored.nbytes
 
-    def _on_device(self, stored: _Stored) -> Tensor:
+    def _on_device(self, stored: Stored) -> Tensor:
         with self._lock:
             self._require_open()
-            self._reap()
+            self._free_device_memory()
             self._start_fetch(stored)
             buffer, fetch = stored.device, stored.fetch
         # Outside the lock: another thread may go on meanwhile.
         if fetch is not None:
             self._backend.wait(fetch, buffer)
         return buffer
-
-
-class SwapGroup:
-    """What one layer's forward saves. Made by `SwapEngine.open_group`."""
-
-    def __init__(self, engine: SwapEngine, serial: int, keep: bool, label: str):
-        self.keep, self.label = keep, label
-        self._engine, self._serial, self._sealed = engine, serial, False
-        # Weak references: handles alone decide how long anything lives.
-        self._by_key: dict[tuple, weakref.ref[_Stored]] = {}
-        self._stored: list[weakref.ref[_Stored]] = []
-
-    def put(self, tensor: Tensor) -> Handle:
-        """Start to copy the storage of `tensor` to the host, unless this group has done so, and return what gets it back.
-
-        A tensor that reads less than half of a storage which this group does not hold is copied to a dense one first, so
-        that the rest does not move with it: `get` then returns it with offset 0 and dense strides. Kept on the device:
-        everything where `keep` is set, tensors of another device, subclasses, and tensors without bytes.
-
-        Raises:
-            MemoError: the group is sealed, the engine is closed, or an earlier copy failed.
-            HostMemoryError: the host budget does not suffice.
-        """
-        engine = self._engine
-        with engine._lock:
-            engine._require_open()
-            if self._sealed:
-                raise MemoError(f"put into the sealed group {self.label!r}: the forward it belongs to is over")
-            engine._reap()
-            if self.keep or not can_swap(tensor, engine.device):
-                return Handle(engine, self.label, kept=tensor.detach())
-            # A write between two puts makes two contents of one storage, so the version belongs to the key.
-            identity = (storage_key(tensor), tensor._version)
-            stored = self._find((*identity, None))
-            if stored is None and is_small_part(tensor):
-                # Not the same storage any more, so writes to the original do not matter and are not watched.
-                part_key = (*identity, View.of(tensor))
-                stored = self._find(part_key) or self._offload(part_key, dense_part(tensor))
-                return Handle(engine, self.label, stored=stored, view=dense_view(tensor))
-            stored = stored or self._offload((*identity, None), tensor)
-            watch = VersionWatch(memoryless_alias(tensor))
-            return Handle(engine, self.label, stored=stored, view=View.of(tensor), watch=watch)
-
-    def seal(self) -> None:
-        """The layer's forward is over: further `put` raises `MemoError`."""
-        with self._engine._lock:
-            self._sealed = True
-            self._by_key.clear()
-
-    def prefetch(self) -> None:
-        """Start to bring back everything that handles still want, last put first, as backward will ask for it."""
-        engine = self._engine
-        with engine._lock:
-            engine._require_open()
-            engine._reap()
-            for stored in self._live():
-                engine._start_fetch(stored)
-
-    def release(self) -> None:
-        """Let go of the device copies. The host copies stay as long as their handles, and can be fetched again."""
-        engine = self._engine
-        with engine._lock:
-            engine._require_open()
-            for stored in self._live():
-                stored.device = None
-                if stored.fetch is not None:
-                    # Perhaps nobody waited for it: then its buffer must outlive the copy, which this entry sees to.
-                    engine._retired.append((None, [stored.fetch]))
-            engine._reap()
-
-    def _live(self) -> list[_Stored]:
-        return [stored for ref in reversed(self._stored) if (stored := ref()) is not None]
-
-    def _find(self, key: tuple) -> _Stored | None:
-        ref = self._by_key.get(key)
-        return None if ref is None else ref()
-
-    def _offload(self, key: tuple, tensor: Tensor) -> _Stored:
-        stored = self._engine._offload(tensor, self._serial)
-        self._by_key[key] = weakref.ref(stored)
-        self._stored.append(self._by_key[key])
-        return stored
-
-
-class Handle:
-    """Gets one tensor back. Made by `SwapGroup.put`; what it stands for lives as long as it does."""
-
-    __slots__ = ("_engine", "_kept", "_label", "_stored", "_view", "_watch", "nbytes")
-
-    def __init__(self, engine, label, *, kept=None, stored=None, view=None, watch=None):
-        self._engine, self._label, self._kept, self._stored, self._view = engine, label, kept, stored, view
-        self._watch = watch if kept is None else VersionWatch(kept)
-        # A subclass may have no storage to ask.
-        self.nbytes: int = kept.numel() * kept.element_size() if stored is None else stored.nbytes
-
-    def get(self) -> Tensor:
-        """The tensor that was put, without gradient, on the device. Several calls return views of one device copy.
-
-        Raises:
-            MemoError: the tensor was written to in place since, the engine is closed, or a copy failed.
-        """
-        if self._stored is None:
-            self._engine._require_open()
-            tensor = self._kept.detach()
-        else:
-            tensor = self._view.on(self._engine._on_device(self._stored))
-        if self._watch is not None:
-            self._watch.check(self._label)
-        return tensor
 
 
 def _backend_for(device: torch.device) -> CopyBackend:

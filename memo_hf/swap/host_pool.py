@@ -2,11 +2,11 @@
 
 Called by `engine`. It must not know tensors of the model, copies or groups; all calls come under the engine's lock.
 
-A slab is an anonymous private mapping, not memory of torch's CPU allocator, so that whatever meters that allocator sees
-device memory only. Free blocks keep their size until a request finds none that fits, and only then are neighbours joined: a
-step with the sizes of the step before finds each block where it left it, and maps nothing. A new slab is a whole number of
-the requested blocks and at most about 3 % of what is reserved (or one block), so that reserved bytes stay near the peak payload
-where caching allocators take up to twice as much (case 89).
+A slab is an anonymous private mapping, not memory of torch's CPU allocator, so that whatever meters that allocator
+sees device memory only. Free blocks keep their size until a request finds none that fits, and only then are neighbours
+joined: a step with the sizes of the step before finds each block where it left it, and maps nothing. A new slab is a
+whole number of the requested blocks and at most about 3 % of what is reserved (or one block), so that reserved bytes
+stay near the peak payload where caching allocators take up to twice as much (case 89).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class HostPool:
         self._free = sorted(joined, key=_by_size)
 
     def _unmap_free_slabs(self, excess: int) -> None:
-        """Unmap slabs that are wholly free until `excess` bytes are gone; other lengths than today's left them behind."""
+        """Unmap wholly free slabs, which other lengths than today's left behind, until `excess` bytes are gone."""
         for block in [block for block in self._free if block.size == block.slab.size]:
             if excess <= 0:
                 break
@@ -163,9 +163,10 @@ class HostPool:
         except RuntimeError as failure:
             self._may_pin = False
             warnings.warn(
-                f"host memory could not be pinned ({format_bytes(slab.size)} more on top of {format_bytes(self.reserved_bytes)}"
-                f" reserved: {failure}). Swapping goes on with pageable host memory, which copies slower and does not "
-                "overlap. Device memory is not short; raise the limit on locked host memory (ulimit -l, or the container's)",
+                f"host memory could not be pinned ({format_bytes(slab.size)} on top of "
+                f"{format_bytes(self.reserved_bytes)}: {failure}). Swapping goes on with pageable host memory, which "
+                "copies slower and does not overlap. Device memory is not short; raise the limit on locked host memory "
+                "(ulimit -l, or the container's)",
                 stacklevel=2,
             )
 

@@ -1,6 +1,6 @@
-"""Identity of storages and shapes of views: what may be swapped, what is the same, and how a tensor is put together again.
+"""Identity of storages and shapes of views: what may be swapped, what is the same, how a tensor is put together.
 
-Called by `engine`. It must not know copies, groups or the host pool.
+Called by `engine` and `group`. It must not know copies, groups or the host pool.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VersionWatch:
     `saved_tensors_hooks` switch off torch's own check, so the engine makes it, at the same moment: when backward asks.
 
     Args:
-        alias: shares the version counter of the watched tensor, as `tensor.detach()` or `memoryless_alias(tensor)` does.
+        alias: shares the version counter of the watched tensor, as `detach()` and `memoryless_alias` give.
     """
 
     __slots__ = ("_alias", "_version")
@@ -53,9 +53,9 @@ class VersionWatch:
         """Raise `MemoError` where the tensor was written to since."""
         if self._alias is not None and self._alias._version != self._version:
             raise MemoError(
-                f"a {self._alias.dtype} tensor saved for backward in {label or 'a layer'} was changed by an in-place operation: "
-                f"it is at version {self._alias._version}, saved was version {self._version}. Use the out-of-place form of "
-                "that operation"
+                f"a {self._alias.dtype} tensor saved for backward in {label or 'a layer'} was changed by an in-place "
+                f"operation: it is at version {self._alias._version}, saved was version {self._version}. Use the "
+                "out-of-place form of that operation"
             )
 
 
@@ -73,17 +73,17 @@ def storage_key(tensor: Tensor) -> StorageWeakRef:
 
 
 def can_swap(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the bytes of `tensor` can leave `device` and come back: a plain strided tensor with memory there.
+    """Whether the bytes of `tensor` can leave `device` and come back: a plain strided tensor with elements there.
 
-    Subclasses (DTensor, FakeTensor, quantized wrappers) carry state that bytes do not hold, and lazy conjugation is a flag
-    that a view on bytes loses. Inference tensors have no version to tell apart what was written between two puts.
+    Subclasses (DTensor, FakeTensor, quantized wrappers) carry state that bytes do not hold, and lazy conjugation is a
+    flag that a view on bytes loses. Inference tensors have no version to tell apart what was written between two puts.
     """
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and tensor.device == device
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        and tensor.untyped_storage().nbytes() > 0
+        and tensor.numel() > 0
     )
 
 
@@ -91,6 +91,11 @@ def is_small_part(tensor: Tensor) -> bool:
     """Whether `tensor` reads less than half of its storage. Expanded dimensions count once."""
     read = tensor.numel() // math.prod(tensor.size(dim) for dim in _expanded(tensor))
     return 2 * read * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of `tensor` as a flat uint8 tensor; keeps the storage alive."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def dense_part(tensor: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ def dense_part(tensor: Tensor) -> Tensor:
 
 
 def dense_view(tensor: Tensor) -> View:
-    """How `tensor` lies in the storage of `dense_part(tensor)`: row-major, expanded dimensions at stride 0 as before."""
+    """How `tensor` lies in the storage of `dense_part(tensor)`: row-major, expanded dimensions with stride 0."""
     expanded, stride, strides = _expanded(tensor), 1, []
     for dim in reversed(range(tensor.dim())):
         strides.append(0 if dim in expanded else stride)
@@ -112,7 +117,3 @@ def dense_view(tensor: Tensor) -> View:
 
 def _expanded(tensor: Tensor) -> list[int]:
     return [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.size(dim) > 1]
-
-
-def storage_bytes(tensor):
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
