@@ -45,7 +45,15 @@ def attention_configs(module: nn.Module) -> tuple:
     return tuple(config for config in found.values() if hasattr(config, "_attn_implementation_internal"))
 
 
-def check_stack(stack: Stack) -> list[Verdict]:
+@dataclass(frozen=True)
+class StackVerdict:
+    """What the check found out about a stack: a verdict for each layer, and the children that are token-wise after them."""
+
+    layers: list[Verdict]
+    after_layers: list[str]
+
+
+def check_stack(stack: Stack) -> StackVerdict:
     """A verdict for each layer of `stack`; layers that are built alike are checked once.
 
     Runs the stack's own forward on random token ids, with the layers cut out, to see what it hands to them.
@@ -61,14 +69,15 @@ def check_stack(stack: Stack) -> list[Verdict]:
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(stack.module):
         try:
             own = _calls(stack, layers, kinds, name, {})
+            after = _after_layers(stack, layers[-1])
             ours = _calls(stack, layers, kinds, ATTENTION_NAME, {kind: call.wrap for kind, call in zip(kinds, own, strict=True)})
         except Exception as error:  # Any model may refuse bare token ids in its own way; the reason is reported.
-            return [Verdict(None, f"could not be tried on token ids ({_brief(error)})")] * len(layers)
+            return StackVerdict([Verdict(None, f"could not be tried on token ids ({_brief(error)})")] * len(layers), [])
         verdicts: dict = {}
         for layer, kind, own_call, our_call in zip(layers, kinds, own, ours, strict=True):
             if kind not in verdicts:
                 verdicts[kind] = _check_layer(layer, own_call, our_call, name)
-    return [verdicts[kind] for kind in kinds]
+    return StackVerdict([verdicts[kind] for kind in kinds], after)
 
 
 @dataclass
@@ -144,10 +153,8 @@ def _calls(stack: Stack, layers, kinds, name: str, wraps: dict) -> list[_Seen]:
     for index, layer in enumerate(layers):
         layer.forward = recorder(index, layer, own_forwards[index])
     try:
-        device = next(stack.module.parameters()).device
-        ids = torch.randint(0, min(100, stack.module.config.vocab_size), (_BATCH, _TOKENS), device=device)
         with attention_set_to(name, attention_configs(stack.module)):
-            stack.module(input_ids=ids, use_cache=False)
+            _run_on_token_ids(stack)
     finally:
         for layer, forward in before.items():
             if forward is None:
@@ -157,6 +164,38 @@ def _calls(stack: Stack, layers, kinds, name: str, wraps: dict) -> list[_Seen]:
     if len(seen) != len(layers):
         raise RuntimeError(f"the model called {len(seen)} of its {len(layers)} layers")
     return [seen[index] for index in range(len(layers))]
+
+
+def _run_on_token_ids(stack: Stack) -> None:
+    device = next(stack.module.parameters()).device
+    ids = torch.randint(0, min(100, stack.module.config.vocab_size), (_BATCH, _TOKENS), device=device)
+    stack.module(input_ids=ids, use_cache=False)
+
+
+def _after_layers(stack: Stack, last_layer: nn.Module) -> list[str]:
+    """Children of the stack that take the last layer's output alone and work per token: the final norm."""
+    reached, found, hooks = [], [], []
+
+    def note(name):
+        def hook(module, args, output):
+            alone = len(args) == 1 and isinstance(args[0], Tensor) and args[0].shape[:2] == (_BATCH, _TOKENS)
+            if reached and alone and isinstance(output, Tensor) and output.shape == args[0].shape:
+                moved = args[0].clone()
+                moved[:, _PERTURBED] += 0.05 * torch.randn_like(moved[:, _PERTURBED])
+                differs = (module.forward(moved) != module.forward(args[0])).flatten(2).any(-1).any(0)
+                if differs.nonzero().flatten().tolist() == [_PERTURBED]:
+                    found.append(name)
+
+        return hook
+
+    hooks.append(last_layer.register_forward_hook(lambda *_: reached.append(True)))
+    hooks += [child.register_forward_hook(note(name)) for name, child in stack.module.named_children()]
+    try:
+        _run_on_token_ids(stack)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _wrapping(output) -> Callable[[Tensor], object]:
