@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend, extract_model_from_parallel
-from peft import PeftModel
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    extract_model_from_parallel,
+    is_compiled_module,
+    is_peft_model,
+)
 from transformers import PreTrainedModel
 
 from memo_hf.api import enable
@@ -100,8 +105,13 @@ class MemoAccelerator(Accelerator):
             raise
 
     def _enable(self, module: torch.nn.Module, place: bool) -> None:
+        if is_compiled_module(module):
+            raise ConfigError(
+                "the model was compiled, and torch.compile would trace around what memo_hf does at run time. Give "
+                "prepare the model as it was before torch.compile"
+            )
         model = extract_model_from_parallel(module)
-        if not isinstance(model, (PreTrainedModel, PeftModel)):
+        if not (isinstance(model, PreTrainedModel) or is_peft_model(model)):
             warnings.warn(
                 f"memo_hf leaves {type(model).__name__} as it is: it is neither a transformers nor a PEFT model. Where "
                 "it holds one, call memo_hf.enable on that",

@@ -89,7 +89,9 @@ def summary_line(stats) -> str:
     """One line: how many layers run in which mode, and why those in layer mode do."""
     modes = Counter(mode for _, mode, _ in stats.layers)
     reasons = sorted({reason for _, mode, reason in stats.layers if mode == "layer" and reason})
-    line = "memo_hf: " + ", ".join(f"{count} layers in {mode} mode" for mode, count in sorted(modes.items(), reverse=True))
+    line = "memo_hf: " + ", ".join(
+        f"{count} layers in {mode} mode" for mode, count in sorted(modes.items(), reverse=True)
+    )
     return f"{line} ({'; '.join(reasons)})" if reasons else line
 
 
