@@ -1,7 +1,7 @@
-"""Fine-tune a causal language model at long context with memo_hf: 7B at 1M tokens on GPUs, 135M at 4,096 on two CPU cores.
+"""Fine-tune a causal language model at long context with memo_hf: 7B at 1M tokens on GPUs, 135M at 4,096 on a CPU.
 
     accelerate launch recipes/llama7b_1m.py --preset cpu
-    accelerate launch recipes/llama7b_1m.py --preset gpu --model meta-llama/Llama-2-7b-hf --dataset my_books/ --seq_len 1M
+    accelerate launch recipes/llama7b_1m.py --preset gpu --model path/to/llama-7b --dataset my_books/ --seq_len 1M
 
 A preset is a set of defaults. Every setting of this script, of `transformers.TrainingArguments` and of
 `memo_hf.MemoConfig` is also an argument: see `--help`. Documents are joined, with an end-of-text token after each, and
@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 
 from memo_hf import MemoConfig, MemoTrainer
 from memo_hf.allocator.meter import AllocatorMeter
-from memo_hf.integrations.trainer import summary_line
 from memo_hf.units import format_bytes, parse_count
 
 PRESETS = {
@@ -198,15 +197,11 @@ def main(argv: list[str]) -> None:
 
     if trainer.is_world_process_zero():
         tokenizer.save_pretrained(training.output_dir)
-        stats = trainer.memo_stats
-        print(f"\n{summary_line(stats)}")
-        print(f"Swapped to host memory in a step: {format_bytes(stats.swapped_bytes)}")
+        print(f"\n{trainer.memo_report}")
         beside = f"; with activation checkpointing: {checkpointed}" if checkpointed else ""
         print(f"Peak device memory of a step, above weights and optimizer: {format_bytes(peak.peak_bytes)}{beside}")
-        print(f"Peak host memory for swapped activations: {format_bytes(stats.peak_host_bytes)}")
-        print(
-            f"Saved to {training.output_dir}. Loaded from there, it goes on:\n  {generate_from(training.output_dir, recipe, tokenizer)}"
-        )
+        print(f"Saved to {training.output_dir}. Loaded from there, the model goes on from the prompt:")
+        print(f"  {generate_from(training.output_dir, recipe, tokenizer)}")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def refuse_conflicts(accelerator: Accelerator) -> None:
     dynamo = getattr(state, "dynamo_plugin", None)
     if dynamo is not None and dynamo.backend != DynamoBackend.NO:
         raise ConfigError(
-            f"torch.compile is on (backend {dynamo.backend.value.lower()}), and would trace around what memo_hf does at "
-            "run time. Turn it off: torch_compile=False for Trainer, dynamo_backend='no' for Accelerator"
+            f"torch.compile is on (backend {dynamo.backend.value.lower()}), and would trace around what memo_hf does "
+            "at run time. Turn it off: torch_compile=False for Trainer, dynamo_backend='no' for Accelerator"
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
@@ -105,13 +105,9 @@ class MemoAccelerator(Accelerator):
             raise
 
     def _enable(self, module: torch.nn.Module, place: bool) -> None:
-        if is_compiled_module(module):
-            raise ConfigError(
-                "the model was compiled, and torch.compile would trace around what memo_hf does at run time. Give "
-                "prepare the model as it was before torch.compile"
-            )
         model = extract_model_from_parallel(module)
-        if not (isinstance(model, PreTrainedModel) or is_peft_model(model)):
+        # A compiled model goes to `enable` too, which says why it cannot be.
+        if not (isinstance(model, PreTrainedModel) or is_peft_model(model) or is_compiled_module(model)):
             warnings.warn(
                 f"memo_hf leaves {type(model).__name__} as it is: it is neither a transformers nor a PEFT model. Where "
                 "it holds one, call memo_hf.enable on that",

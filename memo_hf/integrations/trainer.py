@@ -1,7 +1,7 @@
 """`MemoTrainerMixin` and `MemoTrainer`: memo_hf in a transformers `Trainer`, or in any subclass of it.
 
-Called by users. It must not know how memo_hf works: it opens a session when the training loop starts, closes it when the
-loop ends, however it ends, and passes the session's numbers to Trainer's own loggers in between.
+Called by users. It must not know how memo_hf works: it opens a session when the training loop starts, closes it when
+the loop ends, however it ends, and passes the session's numbers to Trainer's own loggers in between.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections import Counter
 
 from transformers import Trainer
 
@@ -32,10 +31,10 @@ class MemoTrainerMixin:
 
     Attributes:
         memo_session: the open `Session` while the training loop runs, else None.
-        memo_stats: the numbers of the last training loop, read just before its session was closed; None before.
+        memo_stats, memo_report: the session's `stats` and `report()` at the end of the last training loop, or None.
 
-    memo_hf is on from the start of the training loop to its end or failure, so that evaluation outside of it, saving and
-    a second `train()` find the model as it was. Logs that carry the loss also carry `memo/...` numbers.
+    memo_hf is on from the start of the training loop to its end or failure, so that evaluation outside of it, saving
+    and a second `train()` find the model as it was. Logs that carry the loss also carry `memo/...` numbers.
 
     Raises:
         ConfigError: `memo` is wrong, or activation checkpointing, activation offloading, torch.compile or
@@ -47,33 +46,49 @@ class MemoTrainerMixin:
     def __init__(self, *args, memo: MemoConfig | dict | None = None, **kwargs):
         self.memo_config = None if memo is None else as_config(memo)
         self.memo_session = None
-        self.memo_stats = None
+        self.memo_stats = self.memo_report = None
         super().__init__(*args, **kwargs)
         if self.memo_config is not None:
             self.args = _without_checkpointing(self.args)
             _refuse_training_arguments(self.args)
             refuse_conflicts(self.accelerator)
 
-    # The loop, not `train()`: by then Trainer has made or changed the model (model_init, Liger, a loaded checkpoint) and has
-    # not wrapped it yet, and a loop that `auto_find_batch_size` starts again gets a session of its own.
+    # The loop, not `train()`: by then Trainer has made or changed the model (model_init, Liger, a loaded checkpoint), but
+    # has not wrapped it; and a loop that `auto_find_batch_size` starts again gets a session of its own.
     def _inner_training_loop(self, *args, **kwargs):
         if self.memo_config is None:
             return super()._inner_training_loop(*args, **kwargs)
-        session = enable(self.model, self.memo_config)
-        self.memo_session, self.memo_stats = session, None
+        self.memo_session = session = enable(self.model, self.memo_config)
+        self._memo_checked = False
         try:
-            if self.is_world_process_zero():
-                print(summary_line(session.stats))
+            self._say(session.describe())
             return super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.memo_session, self.memo_stats = None, session.stats
+            self.memo_stats, self.memo_report = session.stats, session.report()
+            self.memo_session = None
             session.close()
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        if self.memo_session is not None and self.state.global_step == 0:
-            _refuse_no_effect(self.memo_session.stats, self.memo_config)
+        if self.memo_session is not None and not self._memo_checked:
+            self._memo_checked = True
+            self._check_effect(self.memo_session.stats)
         return loss
+
+    def _check_effect(self, stats):
+        """After the first training step: raise where memo_hf did nothing, and say so where it stepped aside."""
+        if stats.stock_forwards:
+            limit = self.memo_config.effective_min_tokens
+            self._say(f"memo_hf: a batch of fewer than {limit:,} tokens runs untouched (MemoConfig.min_tokens)")
+        elif not stats.total_swapped_bytes and len(stats.layers) > self.memo_config.unswapped_layers:
+            raise MemoError(
+                f"the first training step swapped 0 bytes although memo_hf was enabled on {len(stats.layers)} layers: "
+                "their forward was not called, or was replaced later. Look for what else patches the model"
+            )
+
+    def _say(self, line: str):
+        if self.is_world_process_zero():
+            print(line)
 
     def log(self, logs, *args, **kwargs):
         if self.memo_session is not None and "loss" in logs:
@@ -83,16 +98,6 @@ class MemoTrainerMixin:
 
 class MemoTrainer(MemoTrainerMixin, Trainer):
     """`transformers.Trainer` with the argument `memo`; see `MemoTrainerMixin`."""
-
-
-def summary_line(stats) -> str:
-    """One line: how many layers run in which mode, and why those in layer mode do."""
-    modes = Counter(mode for _, mode, _ in stats.layers)
-    reasons = sorted({reason for _, mode, reason in stats.layers if mode == "layer" and reason})
-    line = "memo_hf: " + ", ".join(
-        f"{count} layers in {mode} mode" for mode, count in sorted(modes.items(), reverse=True)
-    )
-    return f"{line} ({'; '.join(reasons)})" if reasons else line
 
 
 def _without_checkpointing(args):
@@ -118,8 +123,8 @@ def _refuse_training_arguments(args) -> None:
     for name in _CHECKPOINTING:
         if getattr(args, name, False):
             raise ConfigError(
-                f"activation checkpointing is on, and would recompute all that memo_hf swaps. Turn it off: {name}=False "
-                "in the training arguments, or train without memo_hf: memo=None"
+                f"activation checkpointing is on, and would recompute all that memo_hf swaps. Turn it off: "
+                f"{name}=False in the training arguments, or train without memo_hf: memo=None"
             )
     if getattr(args, "activation_offloading", False):
         raise ConfigError(
@@ -128,29 +133,20 @@ def _refuse_training_arguments(args) -> None:
         )
     if args.torch_compile:
         raise ConfigError(
-            "torch.compile is on, and would trace around what memo_hf does at run time. Turn it off: torch_compile=False "
-            "in the training arguments"
+            "torch.compile is on, and would trace around what memo_hf does at run time. Turn it off: "
+            "torch_compile=False in the training arguments"
         )
     if args.n_gpu > 1:
         raise ConfigError(
-            f"Trainer would run nn.DataParallel over {args.n_gpu} GPUs, whose replicas memo_hf cannot follow. Start one "
-            "process per GPU (accelerate launch), or let one GPU be visible"
-        )
-
-
-def _refuse_no_effect(stats, config: MemoConfig) -> None:
-    if not stats.swapped_bytes and not stats.stock_forwards and len(stats.layers) > config.unswapped_layers:
-        raise MemoError(
-            f"the first training step swapped 0 bytes although {len(stats.layers)} layers were to be run by memo_hf: "
-            "their forward was not called, or was replaced after training started. Look for what else patches the model"
+            f"Trainer would run nn.DataParallel over {args.n_gpu} GPUs, whose replicas memo_hf cannot follow. Start "
+            "one process per GPU (accelerate launch), or let one GPU be visible"
         )
 
 
 def _metrics(stats) -> dict[str, float]:
-    metrics = {
+    return {
         "memo/swapped_gib": stats.swapped_bytes / _GIB,
         "memo/host_peak_gib": stats.peak_host_bytes / _GIB,
         "memo/swap_fraction": stats.swap_fraction,
         "memo/stock_forwards": stats.stock_forwards,
     }
-    return {name: value for name, value in metrics.items() if value is not None}
