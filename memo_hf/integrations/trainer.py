@@ -53,8 +53,8 @@ class MemoTrainerMixin:
             _refuse_training_arguments(self.args)
             refuse_conflicts(self.accelerator)
 
-    # The loop, not `train()`: by then Trainer has made or changed the model (model_init, Liger, a loaded checkpoint), but
-    # has not wrapped it; and a loop that `auto_find_batch_size` starts again gets a session of its own.
+    # The loop, not `train()`: by then Trainer has made or changed the model (model_init, Liger, a loaded checkpoint)
+    # but not wrapped it, and a loop that `auto_find_batch_size` starts again gets a session of its own.
     def _inner_training_loop(self, *args, **kwargs):
         if self.memo_config is None:
             return super()._inner_training_loop(*args, **kwargs)
