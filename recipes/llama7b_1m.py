@@ -160,7 +160,7 @@ def checkpointed_step(model, row: dict, training: TrainingArguments) -> str:
             AllocatorMeter(training.device) as meter,
             torch.autocast(training.device.type, torch.bfloat16, enabled=bool(training.bf16)),
         ):
-            model(**batch).loss.backward()
+            model(**batch, use_cache=False).loss.backward()
     except torch.OutOfMemoryError:
         return "out of memory"
     finally:
