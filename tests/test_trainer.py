@@ -1,0 +1,350 @@
+"""`MemoTrainer` and `MemoTrainerMixin`: Trainer's training exactly, on from the first step to the last, then off."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from memo_hf import MemoConfig, MemoTrainer, MemoTrainerMixin
+from memo_hf.errors import ConfigError, MemoError
+
+# peft reads it whenever it wraps a model.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+MEMO = MemoConfig(swap_fraction=0.5, chunk_size=8)
+VOCAB, TOKENS, LAYERS = 64, 24, 4
+
+
+def tiny_llama(**changes):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **changes,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_lora(dropout=0.0):
+    model = tiny_llama()
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=dropout))
+
+
+@pytest.fixture
+def data():
+    ids = torch.randint(0, VOCAB, (16, TOKENS), generator=torch.Generator().manual_seed(3))
+    return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
+
+
+def arguments(folder, **changes):
+    settings = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(str(folder), **{**settings, **changes})
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of every optimizer step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def train(trainer_class, model, args, data, **kwargs):
+    gradients = Gradients()
+    trainer = trainer_class(model=model, args=args, train_dataset=data, callbacks=[gradients], **kwargs)
+    trainer.train()
+    return trainer, gradients.steps
+
+
+def assert_same_gradients(steps, expected, relative=1e-5):
+    assert len(steps) == len(expected)
+    for step, expected_step in zip(steps, expected, strict=True):
+        assert step.keys() == expected_step.keys()
+        for name, gradient in step.items():
+            worst = (gradient - expected_step[name]).abs().max() / expected_step[name].abs().max().clamp(min=1e-12)
+            assert worst <= relative, f"{name}: {worst:.2e}"
+
+
+def is_untouched(model):
+    return not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_lora])
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulation"])
+def test_gradients_equal_those_of_trainer(tmp_path, data, make_model, changes):
+    args = arguments(tmp_path, **changes)
+    _, expected = train(Trainer, make_model(), args, data)
+    trainer, steps = train(MemoTrainer, make_model(), args, data, memo=MEMO)
+    assert_same_gradients(steps, expected)
+    assert trainer.memo_stats.forwards == 3 * args.gradient_accumulation_steps
+    assert trainer.memo_stats.stock_forwards == 0
+    assert {layer.mode for layer in trainer.memo_stats.layers} == {"token"}
+
+
+def test_without_memo_it_is_trainer_to_the_bit(tmp_path, data):  # case 28
+    results = []
+    for trainer_class, kwargs in ((Trainer, {}), (MemoTrainer, {"memo": None})):
+        model = tiny_lora(dropout=0.2)
+        args = arguments(tmp_path, eval_strategy="steps", eval_steps=1)
+        trainer, steps = train(trainer_class, model, args, data, eval_dataset=data, **kwargs)
+        clocks = ("runtime", "per_second")
+        logs = [
+            {key: value for key, value in log.items() if not any(clock in key for clock in clocks)}
+            for log in trainer.state.log_history
+        ]
+        results.append((steps, model.state_dict(), torch.get_rng_state(), logs))
+    (steps, weights, rng, logs), (memo_steps, memo_weights, memo_rng, memo_logs) = results
+    assert_same_gradients(memo_steps, steps, relative=0)
+    assert all(torch.equal(weights[name], memo_weights[name]) for name in weights)
+    assert torch.equal(rng, memo_rng)
+    assert logs == memo_logs
+    assert is_untouched(model)
+
+
+def test_evaluation_before_between_and_after_steps(tmp_path, data):  # cases 24, 25
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    plain, expected = train(Trainer, tiny_llama(), args, data, eval_dataset=data)
+    trainer, steps = train(MemoTrainer, tiny_llama(), args, data, eval_dataset=data, memo=MEMO)
+    assert_same_gradients(steps, expected)
+    losses, expected_losses = (
+        [log["eval_loss"] for log in each.state.log_history if "eval_loss" in log] for each in (trainer, plain)
+    )
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert trainer.memo_stats.forwards == 3  # of training alone
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected_losses[-1], rel=1e-6)
+
+
+def test_mixed_precision_during_training_and_after_it(tmp_path, data):
+    args = arguments(tmp_path, bf16=True, learning_rate=0.0)
+    plain, expected = train(Trainer, tiny_llama(), args, data, eval_dataset=data)
+    trainer, steps = train(MemoTrainer, tiny_llama(), args, data, eval_dataset=data, memo=MEMO)
+    # bf16 has 8 bits, and chunks round in another order.
+    assert_same_gradients(steps, expected, relative=0.05)
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+def test_trains_twice_and_leaves_nothing_behind(tmp_path, data):  # case 23
+    sessions = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            sessions.append(trainer.memo_session)
+
+    model = tiny_llama()
+    trainer = MemoTrainer(model=model, args=arguments(tmp_path), train_dataset=data, memo=MEMO, callbacks=[Look])
+    for run in (1, 2):
+        trainer.train()
+        assert len(sessions) == 3 * run
+        assert trainer.memo_session is None
+        assert sessions[-1].stats.host_reserved_bytes == 0  # closed
+        assert trainer.memo_stats.forwards == 3
+        assert trainer.memo_stats.swapped_bytes == trainer.memo_stats.planned_bytes > 0
+        assert is_untouched(model)
+
+
+def test_a_failure_closes_the_session(tmp_path, data):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyError("a user's own error")
+
+    model = tiny_llama()
+    trainer = MemoTrainer(model=model, args=arguments(tmp_path), train_dataset=data, memo=MEMO, callbacks=[Fails])
+    with pytest.raises(KeyError, match="a user's own error"):
+        trainer.train()
+    assert trainer.memo_session is None
+    assert is_untouched(model)
+    trainer.remove_callback(Fails)
+    trainer.train()
+    assert trainer.memo_stats.forwards == 3
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_lora])
+def test_a_checkpoint_is_an_ordinary_one_and_resumes(tmp_path, data, make_model):
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    trainer, steps = train(MemoTrainer, make_model(), args, data, memo=MEMO)
+    plain = train(Trainer, make_model(), arguments(tmp_path / "plain", save_strategy="steps", save_steps=2), data)[0]
+    saved, expected = ({f.name for f in (tmp_path / part / "checkpoint-2").iterdir()} for part in ("", "plain"))
+    assert saved == expected
+    assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
+    gradients = Gradients()
+    resumed = MemoTrainer(model=make_model(), args=args, train_dataset=data, memo=MEMO, callbacks=[gradients])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_gradients(gradients.steps, steps[2:], relative=0)
+
+
+def test_numbers_reach_the_loggers(tmp_path, data, capsys):
+    memo = {"swap_fraction": 1.0, "chunk_size": 8}
+    trainer, _ = train(MemoTrainer, tiny_llama(), arguments(tmp_path), data, memo=memo)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 3
+    assert all(log["memo/swapped_gib"] * 2**30 == trainer.memo_stats.planned_bytes for log in logs)
+    assert all(log["memo/swap_fraction"] == 1.0 for log in logs)
+    assert all(log["memo/host_peak_gib"] > 0 for log in logs)
+    assert f"memo_hf: {LAYERS} layers in token mode" in capsys.readouterr().out
+
+
+def test_too_short_batches_run_untouched_and_it_says_so(tmp_path, data, capsys):
+    trainer, steps = train(MemoTrainer, tiny_llama(), arguments(tmp_path), data, memo=MemoConfig())
+    _, expected = train(Trainer, tiny_llama(), arguments(tmp_path), data)
+    assert_same_gradients(steps, expected, relative=1e-5)
+    assert trainer.memo_stats.stock_forwards == 3
+    assert "fewer than 2,048 tokens runs untouched" in capsys.readouterr().out
+
+
+def test_no_effect_is_an_error(tmp_path, data):  # case 121
+    class Elsewhere(MemoTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            other = copy.deepcopy(tiny_llama()).train()
+            return other(**{k: v for k, v in inputs.items()}).loss
+
+    trainer = Elsewhere(model=tiny_llama(), args=arguments(tmp_path), train_dataset=data, memo=MEMO)
+    with pytest.raises(MemoError, match="swapped 0 bytes"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "changes, switch",
+    [
+        ({"activation_checkpointing": True}, "activation_checkpointing=False"),  # case 68
+        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+         "activation_checkpointing=False"),  # case 80
+        ({"torch_compile": True}, "torch_compile=False"),
+    ],
+)  # fmt: skip
+def test_refuses_what_does_the_same(tmp_path, data, monkeypatch, changes, switch):
+    # TrainingArguments puts torch_compile into the environment.
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    with pytest.raises(ConfigError, match=switch):
+        MemoTrainer(model=tiny_llama(), args=arguments(tmp_path, **changes), train_dataset=data, memo=MEMO)
+    Trainer(model=tiny_llama(), args=arguments(tmp_path, **changes), train_dataset=data)
+
+
+def test_refuses_wrong_settings(tmp_path, data):  # case 121
+    for memo, message in (({"alpha": 1}, "alpha"), ({"swap_fraction": 2}, "swap_fraction"), ("swap", "got str")):
+        with pytest.raises(ConfigError, match=message):
+            MemoTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=data, memo=memo)
+
+
+def test_model_init_and_batch_size_search(tmp_path, data):
+    args = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=4)
+
+    class OutOfMemoryOnce(TrainerCallback):
+        sizes = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.sizes.append(state.train_batch_size)
+            if len(self.sizes) == 1:
+                raise RuntimeError("CUDA out of memory. Tried to allocate more than there is")
+
+    trainer = MemoTrainer(
+        model_init=lambda: tiny_llama(), args=args, train_dataset=data, memo=MEMO, callbacks=[OutOfMemoryOnce]
+    )
+    trainer.train()
+    assert OutOfMemoryOnce.sizes[0] > OutOfMemoryOnce.sizes[1]
+    assert trainer.memo_stats.forwards == 3
+    assert is_untouched(trainer.model)
+
+
+def test_config_parses_beside_training_arguments(tmp_path):
+    parser = HfArgumentParser([TrainingArguments, MemoConfig])
+    argv = ["--output_dir", str(tmp_path), "--swap_fraction", "0.25", "--chunk_size", "512", "--qkv", "rebuild",
+            "--host_memory", "2GiB", "--no_chunked_loss", "--report_to", "none", "--use_cpu"]  # fmt: skip
+    training, memo = parser.parse_args_into_dataclasses(argv)
+    assert training.output_dir == str(tmp_path)
+    assert memo == MemoConfig(swap_fraction=0.25, chunk_size=512, qkv="rebuild", host_memory="2GiB", chunked_loss=False)
+    assert parser.parse_args_into_dataclasses(argv[:2])[1] == MemoConfig()
+    with pytest.raises(ConfigError, match="swap_fraction is 1.5"):
+        parser.parse_args_into_dataclasses([*argv[:2], "--swap_fraction", "1.5"])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+class TestWithTrl:
+    """TRL's SFTTrainer, whose loss calls the decoder and never the model's own loss."""
+
+    @pytest.fixture
+    def sft(self):
+        trl = pytest.importorskip("trl")
+        return trl, type("MemoSFTTrainer", (MemoTrainerMixin, trl.SFTTrainer), {})
+
+    @pytest.fixture
+    def tokenizer(self):
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        words = {f"w{i}": i for i in range(VOCAB - 1)} | {"<e>": VOCAB - 1}
+        raw = Tokenizer(models.WordLevel(words, unk_token="<e>"))
+        return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<e>", pad_token="<e>")
+
+    def config(self, trl, folder, **changes):
+        settings = {k: v for k, v in vars(arguments(folder)).items() if k in (
+            "per_device_train_batch_size", "max_steps", "optim", "learning_rate", "logging_steps", "save_strategy",
+            "report_to", "use_cpu", "disable_tqdm", "dataloader_pin_memory")}  # fmt: skip
+        return trl.SFTConfig(str(folder), bf16=False, max_length=TOKENS, **{**settings, **changes})
+
+    @pytest.mark.parametrize("lora", [False, True])
+    @pytest.mark.parametrize("packing", [False, True])
+    def test_gradients_equal_those_of_sft_trainer(self, tmp_path, data, sft, tokenizer, lora, packing):
+        trl, memo_sft = sft
+        runs = []
+        for trainer_class, extra in ((trl.SFTTrainer, {}), (memo_sft, {"memo": MEMO})):
+            args = self.config(trl, tmp_path, gradient_checkpointing=False, packing=packing)
+            if lora:
+                extra["peft_config"] = LoraConfig(r=2, target_modules="all-linear")
+            torch.manual_seed(5)
+            runs.append(train(trainer_class, tiny_llama(), args, data, processing_class=tokenizer, **extra))
+        assert_same_gradients(runs[1][1], runs[0][1])
+        assert runs[1][0].memo_stats.forwards == 3
+        log = next(log for log in runs[1][0].state.log_history if "loss" in log)
+        assert {"memo/swapped_gib", "mean_token_accuracy"} <= log.keys()
+
+    def test_checkpointing_that_is_only_a_default_is_turned_off(self, tmp_path, data, sft, tokenizer):
+        trl, memo_sft = sft
+        args = self.config(trl, tmp_path)
+        with pytest.warns(UserWarning, match="Write gradient_checkpointing=False"):
+            trainer = memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer, memo=MEMO)
+        trainer.train()
+        assert trainer.memo_stats.forwards == 3
+        assert args.gradient_checkpointing  # the user's own arguments are left alone
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            plain = memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer)
+        assert plain.args.activation_checkpointing
+
+    def test_refuses_activation_offloading(self, tmp_path, data, sft, tokenizer, monkeypatch):
+        trl, memo_sft = sft
+        # TRL's own needs a GPU.
+        monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", lambda model: nullcontext())
+        args = self.config(trl, tmp_path, gradient_checkpointing=False, activation_offloading=True)
+        with pytest.raises(ConfigError, match="activation_offloading=False"):
+            memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer, memo=MEMO)
