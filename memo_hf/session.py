@@ -21,7 +21,7 @@ from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedM
 from memo_hf.host_memory import host_memory_for_this_rank
 from memo_hf.layers.attention import register
 from memo_hf.layers.call import LayerCall
-from memo_hf.layers.check import Verdict, attention_configs, check_stack
+from memo_hf.layers.check import StackVerdict, Verdict, attention_configs, check_stack
 from memo_hf.layers.documents import find_documents
 from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, find_stacks
@@ -29,6 +29,7 @@ from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
+from memo_hf.layers.token_module import TokenModule
 from memo_hf.swap import SwapEngine
 from memo_hf.units import format_bytes
 
@@ -183,21 +184,19 @@ class Session:
         _sessions.pop(id(self.model), None)
 
     def _install(self, stack: Stack) -> None:
-        verdicts = self._verdicts(stack)
-        patched = _PatchedStack(self, stack, verdicts)
-        for index, ((name, layer), verdict) in enumerate(zip(stack.layers, verdicts, strict=True)):
-            forward = layer.forward
-            if verdict.recipe is not None:
-                runner = TokenLayer(layer, forward, attention_configs(layer), verdict.recipe)
-            else:
-                runner = WholeLayer(layer, forward, ())
+        checked = self._checked(stack)
+        patched = _PatchedStack(self, stack, checked.layers)
+        for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
-            self._patches.append(_Patch(layer, patched.layer_forward(index, name, layer, forward, runner)))
+            self._patches.append(_Patch(layer, patched.layer_forward(index, name, layer, verdict)))
+        for name in checked.after_layers if patched.attends else ():
+            module = stack.module.get_submodule(name)
+            self._patches.append(_Patch(module, patched.module_forward(module)))
         self._patches.append(_Patch(stack.module, patched.forward))
 
-    def _verdicts(self, stack: Stack) -> list[Verdict]:
+    def _checked(self, stack: Stack) -> StackVerdict:
         if self.config.mode == "layer":
-            return [Verdict(None, "mode='layer' was asked for")] * len(stack.layers)
+            return StackVerdict([Verdict(None, "mode='layer' was asked for")] * len(stack.layers), [])
         return check_stack(stack)
 
     def engine(self, device: torch.device) -> SwapEngine:
@@ -234,6 +233,11 @@ class Session:
             )
         self._stock_forwards += 1
 
+    def fall_back(self, stack: Stack, reason: str) -> None:
+        """From now on every layer of `stack` runs in layer mode."""
+        names = {name for name, _ in stack.layers}
+        self._layers = [LayerStats(s.name, "layer", reason) if s.name in names else s for s in self._layers]
+
     def end_forward(self, planned_bytes: int) -> None:
         """A training forward pass is over, and was to swap this much."""
         self._planned_bytes = planned_bytes
@@ -268,6 +272,18 @@ class _PatchedStack:
             session.skip_forward()
             return self._own_forward(*args, **kwargs)
         step = self._step(batch_size, num_tokens, given.device, kwargs)
+        try:
+            return self._run(step, args, kwargs)
+        except UnsupportedModelError as error:
+            if not self.attends or step.last is not None:
+                raise
+            # No layer has run yet: the mask is one that token mode has no kernel for.
+            logger.warning(f"memo_hf: all layers of {self._stack.name or 'the model'} fall back to layer mode: {error}")
+            self.attends = False
+            session.fall_back(self._stack, str(error))
+            return self._run(self._step(batch_size, num_tokens, given.device, kwargs), args, kwargs)
+
+    def _run(self, step: Step, args, kwargs):
         before = getattr(self._running, "step", None)
         self._running.step = step
         try:
@@ -275,7 +291,7 @@ class _PatchedStack:
                 return self._own_forward(*args, **kwargs)
         finally:
             self._running.step = before
-            session.end_forward(step.planned_bytes)
+            self._session.end_forward(step.planned_bytes)
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
@@ -305,8 +321,11 @@ class _PatchedStack:
             require_host=session.require_host,
         )
 
-    def layer_forward(self, index: int, name: str, layer: nn.Module, own_forward, runner):
+    def layer_forward(self, index: int, name: str, layer: nn.Module, verdict: Verdict):
         """The forward of one layer: in its mode within a step, its own outside of one."""
+        own_forward = layer.forward
+        whole = WholeLayer(layer, own_forward, ())
+        per_token = verdict.recipe and TokenLayer(layer, own_forward, attention_configs(layer), verdict.recipe)
 
         def forward(*args, **kwargs):
             step = getattr(self._running, "step", None)
@@ -314,7 +333,21 @@ class _PatchedStack:
                 return own_forward(*args, **kwargs)
             if layer.gradient_checkpointing:
                 raise ConfigError(_CHECKPOINTING_ALSO_ON)
+            runner = per_token if per_token and self.attends else whole
             return runner(LayerCall(args, kwargs), step, index, name)
+
+        return forward
+
+    def module_forward(self, module: nn.Module):
+        """The forward of a token-wise module after the layers."""
+        own_forward = module.forward
+        runner = TokenModule(module, own_forward)
+
+        def forward(hidden):
+            step = getattr(self._running, "step", None)
+            if step is None or not self.attends or not hidden.requires_grad:
+                return own_forward(hidden)
+            return runner(hidden, step)
 
         return forward
 

@@ -69,7 +69,7 @@ def check_stack(stack: Stack) -> StackVerdict:
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(stack.module):
         try:
             own = _calls(stack, layers, kinds, name, {})
-            after = _after_layers(stack, layers[-1])
+            after = _after_layers(stack, layers, own, name)
             ours = _calls(stack, layers, kinds, ATTENTION_NAME, {kind: call.wrap for kind, call in zip(kinds, own, strict=True)})
         except Exception as error:  # Any model may refuse bare token ids in its own way; the reason is reported.
             return StackVerdict([Verdict(None, f"could not be tried on token ids ({_brief(error)})")] * len(layers), [])
@@ -133,12 +133,33 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             child.training = mode
 
 
+@contextlib.contextmanager
+def _in_place_of(layers: list[nn.Module], forwards: list[Callable]) -> Iterator[None]:
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _run_on_token_ids(stack: Stack, attention_name: str) -> None:
+    device = next(stack.module.parameters()).device
+    ids = torch.randint(0, min(100, stack.module.config.vocab_size), (_BATCH, _TOKENS), device=device)
+    with attention_set_to(attention_name, attention_configs(stack.module)):
+        stack.module(input_ids=ids, use_cache=False)
+
+
 def _calls(stack: Stack, layers, kinds, name: str, wraps: dict) -> list[_Seen]:
     """Run the stack on token ids under attention `name` and note what each layer is given."""
     seen: dict[int, _Seen] = {}
-    before = {layer: layer.__dict__.get("forward") for layer in layers}
 
-    def recorder(index, layer, forward):
+    def recorder(index, forward):
         def record(*args, **kwargs):
             hidden = args[0] if args else kwargs["hidden_states"]
             if kinds[index] not in wraps:
@@ -149,49 +170,40 @@ def _calls(stack: Stack, layers, kinds, name: str, wraps: dict) -> list[_Seen]:
 
         return record
 
-    own_forwards = [layer.forward for layer in layers]
-    for index, layer in enumerate(layers):
-        layer.forward = recorder(index, layer, own_forwards[index])
-    try:
-        with attention_set_to(name, attention_configs(stack.module)):
-            _run_on_token_ids(stack)
-    finally:
-        for layer, forward in before.items():
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
+    with _in_place_of(layers, [recorder(index, layer.forward) for index, layer in enumerate(layers)]):
+        _run_on_token_ids(stack, name)
     if len(seen) != len(layers):
         raise RuntimeError(f"the model called {len(seen)} of its {len(layers)} layers")
     return [seen[index] for index in range(len(layers))]
 
 
-def _run_on_token_ids(stack: Stack) -> None:
-    device = next(stack.module.parameters()).device
-    ids = torch.randint(0, min(100, stack.module.config.vocab_size), (_BATCH, _TOKENS), device=device)
-    stack.module(input_ids=ids, use_cache=False)
-
-
-def _after_layers(stack: Stack, last_layer: nn.Module) -> list[str]:
+def _after_layers(stack: Stack, layers, calls: list[_Seen], name: str) -> list[str]:
     """Children of the stack that take the last layer's output alone and work per token: the final norm."""
-    reached, found, hooks = [], [], []
+    reached, found = [], []
 
-    def note(name):
+    def passing(call):
+        def forward(*args, **kwargs):
+            reached.append(call)
+            return call.wrap(args[0] if args else kwargs["hidden_states"])
+
+        return forward
+
+    def note(child_name):
         def hook(module, args, output):
             alone = len(args) == 1 and isinstance(args[0], Tensor) and args[0].shape[:2] == (_BATCH, _TOKENS)
-            if reached and alone and isinstance(output, Tensor) and output.shape == args[0].shape:
+            if len(reached) == len(layers) and alone and isinstance(output, Tensor) and output.shape == args[0].shape:
                 moved = args[0].clone()
-                moved[:, _PERTURBED] += 0.05 * torch.randn_like(moved[:, _PERTURBED])
-                differs = (module.forward(moved) != module.forward(args[0])).flatten(2).any(-1).any(0)
+                moved[:, _PERTURBED] += torch.randn_like(moved[:, _PERTURBED])
+                differs = (module.forward(moved) != output).flatten(2).any(-1).any(0)
                 if differs.nonzero().flatten().tolist() == [_PERTURBED]:
-                    found.append(name)
+                    found.append(child_name)
 
         return hook
 
-    hooks.append(last_layer.register_forward_hook(lambda *_: reached.append(True)))
-    hooks += [child.register_forward_hook(note(name)) for name, child in stack.module.named_children()]
+    hooks = [child.register_forward_hook(note(child_name)) for child_name, child in stack.module.named_children()]
     try:
-        _run_on_token_ids(stack)
+        with _in_place_of(layers, [passing(call) for call in calls]):
+            _run_on_token_ids(stack, name)
     finally:
         for hook in hooks:
             hook.remove()
