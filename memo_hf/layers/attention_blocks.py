@@ -1,8 +1,7 @@
-"""Exact attention over blocks of queries, each against the keys that it can see: no tensor of tokens by tokens.
+"""Exact attention by the CPU flash kernel over blocks of queries, each against the keys that it can see.
 
-Called by `attention_kernels.attend`. Two autograd functions walk over blocks: `flash_blocks` calls torch's flash kernel
-for CPUs; `math_blocks` is written out, for what no kernel has (softcap, sinks, dropout on a CPU, padding between
-tokens). Both save q, k, v, the output and its logsumexp. This file knows neither models nor masks.
+Called by `attention_kernels.attend`; `attention_math` shares `Sight` and the output layout. The autograd function saves
+q, k, v, the output and its logsumexp, and makes no tensor of tokens by tokens. It knows neither models nor masks.
 
 Shapes: query (batch, heads, tokens, d), key (batch, kv_heads, tokens, d), value (batch, kv_heads, tokens, d_v), output
 (batch, heads, tokens, d_v) as a transposed view of (batch, tokens, heads, d_v) memory, logsumexp (batch, heads, tokens).
@@ -60,23 +59,22 @@ class Sight:
         return (distance < -self.ahead) | (distance > self.behind)
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and logsumexp: float32 for half precision, else the tensors' own."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _empty_output(query, value):
+def empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for the output, in (batch, tokens, heads, d_v) memory, and for the logsumexp. Padding stays zero."""
     batch, heads, tokens, _ = query.shape
     out = query.new_zeros(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-    return out, query.new_zeros(batch, heads, tokens, dtype=_statistics_dtype(query.dtype))
+    return out, query.new_zeros(batch, heads, tokens, dtype=statistics_dtype(query.dtype))
 
 
-def _token_major_zeros(like, dtype):
+def token_major_zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of the shape of `like` (batch, heads, tokens, width) in (batch, tokens, heads, width) memory."""
     batch, heads, tokens, width = like.shape
     return like.new_zeros(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
-
-
-# --- torch's flash kernel for CPUs -----------------------------------------------------------------------------------
 
 
 def flash_blocks(query, key, value, *, sight: Sight, scale: float, block: int | None = None) -> torch.Tensor:
@@ -85,7 +83,7 @@ def flash_blocks(query, key, value, *, sight: Sight, scale: float, block: int | 
     Args:
         query, key, value: see the module. float32, float64, bfloat16 or float16, on the CPU.
         scale: factor of the products of queries and keys.
-        block: queries per call under a window. Not given: a quarter of the window, at least 128.
+        block: queries per call under a window. Not given: half the window, at least 128.
     """
     return _FlashBlocks.apply(query, key, value, sight, scale, block)
 
@@ -97,7 +95,7 @@ class _FlashBlocks(torch.autograd.Function):
         calls = list(_flash_calls(query, sight, block))
         whole = _covers(calls, query)
         if not whole:
-            out, lse = _empty_output(query, value)
+            out, lse = empty_output(query, value)
         for rows, q, k, causal, mask in calls:
             part, part_lse = _flash_piece(query[rows, :, q], key[rows, :, k], value[rows, :, k], causal, mask, scale)
             if whole:
@@ -121,9 +119,9 @@ class _FlashBlocks(torch.autograd.Function):
         if _covers(calls, query):
             return *gradients(*calls[0]), None, None, None
         # Under a window a key gets parts of its gradient from several blocks: they are summed in float32.
-        sum_dtype = query.dtype if sight.window is None else _statistics_dtype(query.dtype)
-        dq = _token_major_zeros(query, query.dtype)
-        dk, dv = _token_major_zeros(key, sum_dtype), _token_major_zeros(value, sum_dtype)
+        sum_dtype = query.dtype if sight.window is None else statistics_dtype(query.dtype)
+        dq = token_major_zeros(query, query.dtype)
+        dk, dv = token_major_zeros(key, sum_dtype), token_major_zeros(value, sum_dtype)
         for rows, q, k, causal, mask in calls:
             part_q, part_k, part_v = gradients(rows, q, k, causal, mask)
             dq[rows, :, q] = part_q
@@ -139,7 +137,7 @@ def _flash_calls(query, sight, block):
         if stop - start - 1 <= sight.behind:
             yield rows, slice(start, stop), slice(start, stop), sight.causal, None
             continue
-        size = block or max(128, sight.window // 4)
+        size = block or max(128, sight.window // 2)
         for q_start, q_stop, k_start, k_stop in sight.blocks(start, stop, size):
             # Masks depend on distances alone, so inner blocks share one.
             shape = q_stop - q_start, k_stop - k_start, q_start - k_start
