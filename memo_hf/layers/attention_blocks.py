@@ -4,7 +4,7 @@ Called by `attention_kernels.attend`; `attention_math` shares `Sight` and the ou
 q, k, v, the output and its logsumexp, and makes no tensor of tokens by tokens. It knows neither models nor masks.
 
 Shapes: query (batch, heads, tokens, d), key (batch, kv_heads, tokens, d), value (batch, kv_heads, tokens, d_v), output
-(batch, heads, tokens, d_v) as a transposed view of (batch, tokens, heads, d_v) memory, logsumexp (batch, heads, tokens).
+(batch, heads, tokens, d_v) as a view of (batch, tokens, heads, d_v) memory, logsumexp (batch, heads, tokens).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sight:
         return 0 if self.causal else self.behind
 
     def blocks(self, start: int, stop: int, size: int):
-        """(q_start, q_stop, k_start, k_stop): blocks of `size` queries of a document, the keys that any of them sees."""
+        """(q_start, q_stop, k_start, k_stop): blocks of `size` queries of a document, the keys that they see."""
         for first in range(start, stop, size):
             last = min(first + size, stop)
             yield first, last, max(start, first - self.behind), min(stop, last + self.ahead)
@@ -83,7 +83,7 @@ def flash_blocks(query, key, value, *, sight: Sight, scale: float, block: int | 
     Args:
         query, key, value: see the module. float32, float64, bfloat16 or float16, on the CPU.
         scale: factor of the products of queries and keys.
-        block: queries per call under a window. Not given: half the window, at least 128.
+        block: queries per call under a window. Not given: a quarter of the window, at least 128.
     """
     return _FlashBlocks.apply(query, key, value, sight, scale, block)
 
@@ -137,7 +137,7 @@ def _flash_calls(query, sight, block):
         if stop - start - 1 <= sight.behind:
             yield rows, slice(start, stop), slice(start, stop), sight.causal, None
             continue
-        size = block or max(128, sight.window // 2)
+        size = block or max(128, sight.window // 4)
         for q_start, q_stop, k_start, k_stop in sight.blocks(start, stop, size):
             # Masks depend on distances alone, so inner blocks share one.
             shape = q_stop - q_start, k_stop - k_start, q_start - k_start

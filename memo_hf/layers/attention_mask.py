@@ -50,12 +50,12 @@ def memo_mask(
     """
     if kv_length != q_length or kv_offset != 0:
         raise UnsupportedModelError(
-            f"the attention has {q_length} queries and {kv_length} keys from {kv_offset} on; under memo_hf a token attends "
-            "to tokens of its own batch only. Pass use_cache=False, and no prefix tuning"
+            f"the attention has {q_length} queries and {kv_length} keys from {kv_offset} on; under memo_hf a token "
+            "attends to tokens of its own batch only. Pass use_cache=False, and no prefix tuning"
         )
     if use_vmap:
         raise UnsupportedModelError(
-            "the model adds a mask function of its own to its attention mask (such as bidirectional attention among image "
+            "the model adds a function of its own to its attention mask (such as bidirectional attention among image "
             "tokens); memo_hf has no kernel for it. Train this model, or these batches, without memo_hf"
         )
     pattern = mask_pattern(mask_function, kv_length)
@@ -87,8 +87,8 @@ def mask_pattern(mask_function, tokens: int) -> MaskPattern:
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise UnsupportedModelError(
                 f"the model's attention mask is made with {name}; memo_hf has kernels for causal and bidirectional "
-                "attention, with or without a sliding window, over packed or padded batches. Train this model, or these "
-                "batches, without memo_hf"
+                "attention, with or without a sliding window, over packed or padded batches. Train this model, or "
+                "these batches, without memo_hf"
             )
     return MaskPattern(causal, window)
 

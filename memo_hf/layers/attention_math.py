@@ -1,8 +1,8 @@
 """Exact attention in plain tensor operations, tile by tile: softcap, sinks, dropout and padding between tokens.
 
-Called by `attention_kernels.attend` for what the flash kernels lack. Tiles of queries by keys go through a running softmax
-in forward and are computed again from q, k, v and the logsumexp in backward, so no tensor of tokens by tokens exists.
-It knows neither models nor masks. Shapes as in `attention_blocks`.
+Called by `attention_kernels.attend` for what the flash kernels lack. Tiles of queries by keys go through a running
+softmax in forward and are computed again from q, k, v and the logsumexp in backward, so no tensor of tokens by tokens
+exists. It knows neither models nor masks. Shapes as in `attention_blocks`.
 """
 
 from __future__ import annotations
