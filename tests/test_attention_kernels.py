@@ -320,6 +320,18 @@ def test_window_of_the_mask_counts():
         attend(None, *inputs, implementation="sdpa", attention_mask=mask, is_causal=False)
 
 
+def test_warns_where_the_model_itself_would_mix_documents():
+    inputs, documents = make(1, 2, 1, TOKENS, 8, 8, torch.float64), layout("packed", 1)
+    mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    arguments = {"implementation": "eager", "documents": documents, "attention_mask": mask}
+    mask.memo_pattern = MaskPattern(causal=True, window=None, packed=True)
+    quiet = attend(None, *inputs, **arguments)
+    mask.memo_pattern = MaskPattern(causal=True, window=None)
+    with pytest.warns(UserWarning, match="would let them see each other under 'eager'"):
+        assert torch.equal(attend(None, *inputs, **arguments), quiet)
+    attend(None, *inputs, **{**arguments, "documents": layout("right", 1)})
+
+
 def test_one_kernel_call_where_one_suffices(monkeypatch):
     calls = []
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

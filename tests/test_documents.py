@@ -166,7 +166,7 @@ def test_mask_says_its_pattern(kind, given):
     if "bidirectional" in kind and "position_ids" in given:
         given = {}
     mask = memo_mask_of(kind, **given)
-    assert mask.memo_pattern == MaskPattern(*KINDS[kind])
+    assert mask.memo_pattern == MaskPattern(*KINDS[kind], packed="position_ids" in given)
     assert torch.equal(mask, given.get("attention_mask", torch.ones(BATCH, TOKENS, dtype=torch.bool)))
     if "attention_mask" not in given:
         assert mask.untyped_storage().nbytes() == 1

@@ -13,6 +13,8 @@ autograd code. It must not know chunks, swapping or the Trainer.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -86,6 +88,8 @@ def attend(
     Raises:
         UnsupportedModelError: an implementation, or a position bias, that memo_hf does not run; a mask and an attention
             that disagree on causality.
+
+    Warns where documents are kept apart that the model itself would let see each other.
     """
     refuse_unsupported(implementation, query.device)
     if kwargs.get("position_bias") is not None:
@@ -110,6 +114,13 @@ def attend(
             s_aux=sinks,
         )
     if (pattern := getattr(attention_mask, "memo_pattern", None)) is not None:
+        if documents is not None and documents.padding_mask is None and not pattern.packed:
+            warnings.warn(
+                f"the batch holds packed documents. memo_hf keeps them apart, as flash attention does; without memo_hf "
+                f"{type(module).__name__} would let them see each other under {implementation!r} (its model ignores "
+                "position_ids in its mask, or uses a cache: pass use_cache=False), so losses differ",
+                stacklevel=2,
+            )
         if pattern.causal != is_causal:
             kinds = {True: "causal", False: "bidirectional"}
             raise UnsupportedModelError(
