@@ -1,11 +1,10 @@
-"""Exact attention over blocks of queries, each against the keys that it can see: no tensor of tokens by tokens.
+"""Exact attention by the CPU flash kernel over blocks of queries, each against the keys that it can see.
 
-Called by `attention_kernels.attend`. Two autograd functions walk over blocks: `flash_blocks` calls torch's flash kernel
-for CPUs; `math_blocks` is written out, for what no kernel has (softcap, sinks, dropout on a CPU, padding between
-tokens). Both save q, k, v, the output and its logsumexp. This file knows neither models nor masks.
+Called by `attention_kernels.attend`; `attention_math` shares `Sight` and the output layout. The autograd function saves
+q, k, v, the output and its logsumexp, and makes no tensor of tokens by tokens. It knows neither models nor masks.
 
 Shapes: query (batch, heads, tokens, d), key (batch, kv_heads, tokens, d), value (batch, kv_heads, tokens, d_v), output
-(batch, heads, tokens, d_v) as a transposed view of (batch, tokens, heads, d_v) memory, logsumexp (batch, heads, tokens).
+(batch, heads, tokens, d_v) as a view of (batch, tokens, heads, d_v) memory, logsumexp (batch, heads, tokens).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Sight:
         return 0 if self.causal else self.behind
 
     def blocks(self, start: int, stop: int, size: int):
-        """(q_start, q_stop, k_start, k_stop): blocks of `size` queries of a document, the keys that any of them sees."""
+        """(q_start, q_stop, k_start, k_stop): blocks of `size` queries of a document, the keys that they see."""
         for first in range(start, stop, size):
             last = min(first + size, stop)
             yield first, last, max(start, first - self.behind), min(stop, last + self.ahead)
@@ -60,23 +59,22 @@ class Sight:
         return (distance < -self.ahead) | (distance > self.behind)
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and logsumexp: float32 for half precision, else the tensors' own."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _empty_output(query, value):
+def empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for the output, in (batch, tokens, heads, d_v) memory, and for the logsumexp. Padding stays zero."""
     batch, heads, tokens, _ = query.shape
     out = query.new_zeros(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-    return out, query.new_zeros(batch, heads, tokens, dtype=_statistics_dtype(query.dtype))
+    return out, query.new_zeros(batch, heads, tokens, dtype=statistics_dtype(query.dtype))
 
 
-def _token_major_zeros(like, dtype):
+def token_major_zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of the shape of `like` (batch, heads, tokens, width) in (batch, tokens, heads, width) memory."""
     batch, heads, tokens, width = like.shape
     return like.new_zeros(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
-
-
-# --- torch's flash kernel for CPUs -----------------------------------------------------------------------------------
 
 
 def flash_blocks(query, key, value, *, sight: Sight, scale: float, block: int | None = None) -> torch.Tensor:
@@ -97,7 +95,7 @@ class _FlashBlocks(torch.autograd.Function):
         calls = list(_flash_calls(query, sight, block))
         whole = _covers(calls, query)
         if not whole:
-            out, lse = _empty_output(query, value)
+            out, lse = empty_output(query, value)
         for rows, q, k, causal, mask in calls:
             part, part_lse = _flash_piece(query[rows, :, q], key[rows, :, k], value[rows, :, k], causal, mask, scale)
             if whole:
@@ -121,9 +119,9 @@ class _FlashBlocks(torch.autograd.Function):
         if _covers(calls, query):
             return *gradients(*calls[0]), None, None, None
         # Under a window a key gets parts of its gradient from several blocks: they are summed in float32.
-        sum_dtype = query.dtype if sight.window is None else _statistics_dtype(query.dtype)
-        dq = _token_major_zeros(query, query.dtype)
-        dk, dv = _token_major_zeros(key, sum_dtype), _token_major_zeros(value, sum_dtype)
+        sum_dtype = query.dtype if sight.window is None else statistics_dtype(query.dtype)
+        dq = token_major_zeros(query, query.dtype)
+        dk, dv = token_major_zeros(key, sum_dtype), token_major_zeros(value, sum_dtype)
         for rows, q, k, causal, mask in calls:
             part_q, part_k, part_v = gradients(rows, q, k, causal, mask)
             dq[rows, :, q] = part_q

@@ -17,10 +17,17 @@ from memo_hf.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class MaskPattern:
-    """What a model asked its mask to be, within a document: causal or not, and its sliding window if any."""
+    """What a model asked its mask to be.
+
+    Attributes:
+        causal: no token sees later ones.
+        window: the sliding window, or None.
+        packed: it keeps packed documents apart. Not every model asks for that.
+    """
 
     causal: bool
     window: int | None
+    packed: bool = False
 
 
 def memo_mask(
@@ -50,12 +57,12 @@ def memo_mask(
     """
     if kv_length != q_length or kv_offset != 0:
         raise UnsupportedModelError(
-            f"the attention has {q_length} queries and {kv_length} keys from {kv_offset} on; under memo_hf a token attends "
-            "to tokens of its own batch only. Pass use_cache=False, and no prefix tuning"
+            f"the attention has {q_length} queries and {kv_length} keys from {kv_offset} on; under memo_hf a token "
+            "attends to tokens of its own batch only. Pass use_cache=False, and no prefix tuning"
         )
     if use_vmap:
         raise UnsupportedModelError(
-            "the model adds a mask function of its own to its attention mask (such as bidirectional attention among image "
+            "the model adds a function of its own to its attention mask (such as bidirectional attention among image "
             "tokens); memo_hf has no kernel for it. Train this model, or these batches, without memo_hf"
         )
     pattern = mask_pattern(mask_function, kv_length)
@@ -76,21 +83,23 @@ def mask_pattern(mask_function, tokens: int) -> MaskPattern:
     Raises:
         UnsupportedModelError: it holds a part that memo_hf has no kernel for, or one that it does not know.
     """
-    causal, window = False, None
+    causal, window, packed = False, None, False
     for name, values in _parts(mask_function):
         if name == "causal_mask_function":
             causal = True
         elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
             window = values["sliding_window"]
+        elif name == "packed_sequence_mask_function":
+            packed = True
         elif name == "chunked_overlay" and tokens <= values["chunk_size"]:
             pass  # the whole batch lies within one chunk
-        elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+        elif name != "bidirectional_mask_function":
             raise UnsupportedModelError(
                 f"the model's attention mask is made with {name}; memo_hf has kernels for causal and bidirectional "
-                "attention, with or without a sliding window, over packed or padded batches. Train this model, or these "
-                "batches, without memo_hf"
+                "attention, with or without a sliding window, over packed or padded batches. Train this model, or "
+                "these batches, without memo_hf"
             )
-    return MaskPattern(causal, window)
+    return MaskPattern(causal, window, packed)
 
 
 def _parts(mask_function):

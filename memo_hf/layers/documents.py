@@ -58,8 +58,8 @@ def find_documents(
     Args:
         batch, seq_len: shape of the batch.
         attention_mask: (batch, seq_len) of any dtype, nonzero for tokens, as the user gave it.
-        position_ids: (batch or 1, seq_len), or (4, batch, seq_len) whose first row counts tokens; other three-dimensional
-            position ids say nothing about documents.
+        position_ids: (batch or 1, seq_len), or (4, batch, seq_len) whose first row counts tokens; other
+            three-dimensional position ids say nothing about documents.
         cu_seqlens: (documents + 1,) bounds over the flattened batch; it overrides position_ids.
         implementation: the model's attention implementation.
         device: where the attention runs; not given: that of the tensors.
@@ -70,23 +70,21 @@ def find_documents(
     Raises:
         UnsupportedModelError: a mask that is not (batch, seq_len), or bounds beyond the batch.
     """
-    given = [tensor for tensor in (attention_mask, position_ids, cu_seqlens) if tensor is not None]
-    if not given:
-        return None
-    device = device or given[0].device
     keep = _padding(attention_mask, batch, seq_len)
-    restarts = _restarts(position_ids, batch, seq_len) if cu_seqlens is None else None
-    if keep is not None and not (batch == 1 and "flash" in implementation):
-        restarts = None
+    restarts = None
+    if cu_seqlens is None and (keep is None or (batch == 1 and "flash" in implementation)):
+        restarts = _restarts(position_ids, batch, seq_len)
+    if device is None:
+        device = next((tensor.device for tensor in (keep, restarts, cu_seqlens) if tensor is not None), None)
     keep_host, restarts_host = _to_host(keep, restarts)
-    if cu_seqlens is not None:
-        restarts_host = _marks(cu_seqlens, batch, seq_len)
-    elif keep is not None and not keep_host.all():
-        restarts_host = None
     if keep_host is None:
         keep_host = torch.ones(batch, seq_len, dtype=torch.bool)
     has_padding = not bool(keep_host.all())
-    if not has_padding and (restarts_host is None or not restarts_host[:, 1:].any()):
+    if cu_seqlens is not None:
+        restarts_host = _marks(cu_seqlens, batch, seq_len)
+    elif restarts_host is None or has_padding:
+        restarts_host = torch.zeros_like(keep_host)
+    if not has_padding and not restarts_host[:, 1:].any():
         return None
     spans, has_holes = _spans(keep_host, restarts_host)
     bounds = _bounds(keep_host, restarts_host)
@@ -155,14 +153,14 @@ def _runs(changes):
     changes = changes.clone()
     changes[:, 0] = True
     starts = changes.flatten().nonzero().flatten().tolist()
-    return list(zip(starts, [*starts[1:], changes.numel()]))
+    return list(pairwise([*starts, changes.numel()]))
 
 
 def _spans(keep, restarts):
     """(row, first token, last token + 1) of every document that has a token, and whether one has padding inside."""
     seq_len = keep.shape[1]
     flat, spans, has_holes = keep.flatten(), [], False
-    for start, stop in _runs(torch.zeros_like(keep) if restarts is None else restarts):
+    for start, stop in _runs(restarts):
         tokens = flat[start:stop].nonzero().flatten()
         if len(tokens):
             first, last = int(tokens[0]), int(tokens[-1])
@@ -174,7 +172,7 @@ def _spans(keep, restarts):
 
 def _bounds(keep, restarts):
     """Bounds of runs over the flattened batch: documents, and padding in short pieces."""
-    changes = torch.zeros_like(keep) if restarts is None else restarts.clone()
+    changes = restarts.clone()
     changes[:, 1:] |= keep[:, 1:] != keep[:, :-1]
     bounds = []
     for start, stop in _runs(changes):
