@@ -97,6 +97,20 @@ def test_operations_on_the_whole_logits(mixed):
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_metric_on_the_whole_logits_leaves_the_graph(detached):
+    inputs = make_batch()
+    labels = inputs.pop("labels")
+
+    def loss(output):
+        with torch.set_grad_enabled(detached):
+            assert not (output.logits.detach() if detached else output.logits).var().requires_grad
+        return own_loss(output, labels)
+
+    with pytest.warns(UserWarning, match="var needs"):
+        compare(make_model(), inputs, loss, whole=["var"])
+
+
 def test_in_place_operations():
     inputs = make_batch()
     labels = inputs.pop("labels")

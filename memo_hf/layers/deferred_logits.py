@@ -87,18 +87,20 @@ class DeferredLogits(torch.Tensor):
     def materialise(self, asked: DeferredLogits | None = None) -> torch.Tensor:
         """The logits themselves, in the graph, made once; views of one tensor stay views of one tensor.
 
-        `asked` is the stand-in whose logits are needed: hooks on it are to run in backward.
+        `asked` is the stand-in whose logits are needed: hooks on it are to run in backward. Whether there is a graph
+        was settled when the stand-in was made, not by the grad mode of whoever needs the logits first.
         """
         if self.materialised is None:
-            asked = self if asked is None else asked
-            if self.recipe is None:
-                self.materialised = Consume.apply(WholeJob(self.call, wants_grad(asked)), asked)
-            else:
-                func, args, kwargs, autocast, _ = self.recipe
-                args, kwargs = replace_stand_ins(lambda logits: logits.materialise(asked), args, kwargs)
-                with autocast:
-                    value = func(*args, **kwargs)
-                self.materialised = value if self.requires_grad else value.detach()
+            asked = self if asked is None or not asked.requires_grad else asked
+            with torch.enable_grad():
+                if self.recipe is None:
+                    self.materialised = Consume.apply(WholeJob(self.call, self.requires_grad), asked)
+                else:
+                    func, args, kwargs, autocast, _ = self.recipe
+                    args, kwargs = replace_stand_ins(lambda logits: logits.materialise(asked), args, kwargs)
+                    with autocast:
+                        value = func(*args, **kwargs)
+                    self.materialised = value if self.requires_grad else value.detach()
         return self.materialised
 
 
