@@ -1,2 +1,129 @@
-def install_chunked_loss(model):
-    return lambda: None
+"""The loss in chunks: `install_chunked_loss` keeps a causal language model from ever holding its logits in full.
+
+The session calls it. It patches one method, the `forward` of the model's output embeddings, to return a stand-in for
+the logits (`deferred_logits.py`) in a training forward. What the model does next, scaling, softcap, cast, shift,
+`view`, `cross_entropy`, runs as it stands, so there is no code for a model family here, nor a loss function of our own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from memo_hf.layers.chunked_head import HeadCall, InsideHead
+from memo_hf.layers.logits_ops import defer_logits
+from memo_hf.units import format_bytes
+
+
+def default_chunk_tokens(num_tokens: int, width: int, vocabulary: int, device_type: str) -> int:
+    """Tokens whose logits take about as much as all hidden states, within what keeps matrix products efficient.
+
+    Each chunk adds to the whole weight gradient, so on an accelerator few tokens would be bound by memory traffic;
+    beyond 4,096 nothing is gained.
+    """
+    least = 256 if device_type == "cpu" else 1024
+    return min(max(num_tokens * width // vocabulary, least), 4096)
+
+
+class ChunkedLoss:
+    """What `install_chunked_loss` did; call it to undo that.
+
+    Attributes:
+        reason: why the loss is not chunked; None where it is.
+        calls: head calls put off so far.
+        materialised: names of the operations that needed the full logits, each once.
+    """
+
+    def __init__(self, reason: str | None = None):
+        self.reason, self.calls, self.materialised = reason, 0, []
+        self._head = None
+
+    def _patch(self, model: nn.Module, head: nn.Module, chunk_tokens) -> None:
+        stock = head.forward
+        self._head, self._before = head, head.__dict__.get("forward")
+
+        def forward(hidden, *args, **kwargs):
+            if isinstance(hidden, InsideHead):
+                return hidden.function()
+            rows = self._rows_at_once(model, head, hidden, chunk_tokens) if not args and not kwargs else None
+            if rows is None:
+                return stock(hidden, *args, **kwargs)
+            logits = defer_logits(HeadCall(head, stock, hidden, rows, self._note_whole), hidden)
+            if logits is None:
+                self.reason = f"the head, {type(head).__name__}, cannot run on some of its rows with gradients"
+                return stock(hidden)
+            self.calls += 1
+            return logits
+
+        self._forward = head.forward = forward
+
+    def _rows_at_once(self, model, head, hidden, chunk_tokens) -> int | None:
+        """Tokens per chunk, or None where this call is not a training forward or fits in one chunk."""
+        training = model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if self._head is None or not training or not isinstance(hidden, torch.Tensor) or isinstance(hidden, DTensor):
+            return None
+        if hidden.dim() < 2 or not hidden.is_floating_point():
+            return None
+        parameters = list(head.parameters())
+        if any(isinstance(p, DTensor) for p in parameters):  # tensor parallel: the vocabulary is split already
+            return None
+        num_tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
+        vocabulary = max((p.shape[0] for p in parameters if p.dim() == 2), default=width)
+        if callable(chunk_tokens):
+            rows = chunk_tokens(num_tokens, width, vocabulary)
+        else:
+            rows = chunk_tokens or default_chunk_tokens(num_tokens, width, vocabulary, hidden.device.type)
+        return rows if num_tokens > rows else None
+
+    def _note_whole(self, name: str, logits) -> None:
+        if not self.materialised:
+            size = format_bytes(logits.numel() * logits.element_size())
+            warnings.warn(
+                f"{name} needs the whole logits, {tuple(logits.shape)} or {size}, which memo_hf had put off; they are "
+                "computed as in the stock model. Chunked are cross_entropy, log_softmax, gather, logsumexp, sum and "
+                "argmax over the vocabulary; set chunked_loss=False to hear no more of it.",
+                stacklevel=5,
+            )
+        if name not in self.materialised:
+            self.materialised.append(name)
+
+    def __call__(self) -> None:
+        """Give the head its own `forward` back. Safe to call twice, and where somebody else has wrapped ours since."""
+        head, self._head = self._head, None
+        if head is not None and head.__dict__.get("forward") is self._forward:
+            if self._before is None:
+                del head.forward
+            else:
+                head.forward = self._before
+
+
+def install_chunked_loss(
+    model: nn.Module, chunk_tokens: int | Callable[[int, int, int], int] | None = None
+) -> ChunkedLoss:
+    """Let `model` compute its loss in chunks of tokens, so that its logits never exist in full while it trains.
+
+    Value and gradients are those of the stock model. `outputs.logits` stays usable: what cannot be done in chunks is
+    done on the real logits, with one warning. Evaluation, generation and calls under `torch.no_grad` are untouched.
+
+    Args:
+        model: a Hugging Face model, or a PEFT model around one, with `get_output_embeddings`. Its head must treat each
+            token by itself.
+        chunk_tokens: tokens over the whole batch whose logits exist at once; or a function of (tokens, hidden width,
+            vocabulary) that says so; None for `default_chunk_tokens`. Calls with no more tokens run as they are.
+
+    Returns:
+        The installation: call it to undo it. Where nothing could be installed, its `reason` says why.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if not isinstance(head, nn.Module):
+        return ChunkedLoss(f"{type(model).__name__} has no output embeddings")
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in head.modules()):
+        return ChunkedLoss("the head has dropout, whose mask could not be drawn again for a chunk")
+    installed = ChunkedLoss()
+    installed._patch(model, head, chunk_tokens)
+    return installed
