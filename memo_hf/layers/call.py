@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from transformers import Cache
 
-# Names under which transformers hands a layer its key/value cache; a training forward has no use for one.
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value):
@@ -43,13 +42,11 @@ class LayerCall:
         kwargs = dict(kwargs)
         self.hidden_is_keyword = not args
         self.hidden: torch.Tensor | None = kwargs.pop("hidden_states") if self.hidden_is_keyword else args[0]
-        self.args = () if self.hidden_is_keyword else args[1:]
-        for name in _CACHE_ARGUMENTS:
-            if kwargs.get(name) is not None:
-                kwargs[name] = None
-        if kwargs.get("use_cache"):
-            kwargs["use_cache"] = False
-        self.kwargs = kwargs
+        # A training forward has no use for a cache, under whatever name it comes, and a recompute must not extend it.
+        self.args = () if self.hidden_is_keyword else tuple(None if isinstance(arg, Cache) else arg for arg in args[1:])
+        self.kwargs = {name: None if isinstance(arg, Cache) else arg for name, arg in kwargs.items()}
+        if self.kwargs.get("use_cache"):
+            self.kwargs["use_cache"] = False
         self.batch_size, self.num_tokens = self.hidden.shape[:2]
 
     def take_hidden(self) -> torch.Tensor:

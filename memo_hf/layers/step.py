@@ -55,6 +55,7 @@ class Step:
     require_host: Callable[[int, int], None]
     planned_bytes: int = 0
     last: LayerRecord | None = None
+    _seen: dict = field(default_factory=dict)
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
         """The user's own attention over the whole sequence: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
@@ -63,15 +64,17 @@ class Step:
         )
 
     @contextmanager
-    def layer(self, index: int, name: str) -> Iterator[LayerRecord]:
-        """The record of the next layer, for the body that runs it; its group is where saved tensors go."""
+    def layer(self, index: int, name: str, hidden: torch.Tensor) -> Iterator[LayerRecord]:
+        """The record of the next layer, for the body that runs it on `hidden`; its group is where saved tensors go."""
+        keep = index >= self.first_kept
         before = self.engine.stats.swapped_bytes
-        self.last = record = LayerRecord(self.engine.open_group(keep=index >= self.first_kept, label=name), self.last)
+        self.last = record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
         yield record
         record.group.seal()
-        alike = [other for other, kind in enumerate(self.kinds[: self.first_kept]) if kind is self.kinds[index]]
-        if alike and alike[0] == index:
-            self.planned_bytes += len(alike) * (self.engine.stats.swapped_bytes - before)
+        if not keep:
+            # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less.
+            alike = (id(self.kinds[index]), hidden.requires_grad)
+            self.planned_bytes += self._seen.setdefault(alike, self.engine.stats.swapped_bytes - before)
 
     def require(self, index: int, num_bytes: int) -> None:
         """Raise `HostMemoryError` where layer `index`, and the others like it, cannot swap `num_bytes` each."""

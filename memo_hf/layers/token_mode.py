@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -62,7 +63,7 @@ class TokenLayer:
 
     def __call__(self, call: LayerCall, step: Step, index: int, name: str):
         """The layer's output for `call`, of the type that the layer itself returns."""
-        with step.layer(index, name) as record:
+        with step.layer(index, name, call.hidden) as record:
             output, rest = self._run(call, step, index, record)
         return (output, *rest) if self.recipe.returns_tuple else output
 
@@ -116,7 +117,7 @@ class TokenLayer:
                 pass
         seen.setdefault("module", role.module)
         seen.setdefault("arguments", role.attention_arguments)
-        return tuple(tensor.transpose(1, 2) for tensor in role.query_key_value)
+        return tuple(_as_attention_wants(tensor).transpose(1, 2) for tensor in role.query_key_value)
 
     def finish(self, call: LayerCall, hidden: Tensor, attended: Tensor, start: int, stop: int, seen: dict) -> Tensor:
         """The layer's output for tokens [start, stop) from its input and its attention output there.
@@ -165,6 +166,13 @@ class TokenLayer:
                 if in_finish:
                     trainable["finish"].append((module, name))
         return trainable, frozen
+
+
+def _as_attention_wants(tensor: Tensor) -> Tensor:
+    """Autocast gives attention all of its inputs in one dtype, where rotary embedding has made some of them fp32."""
+    if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype is torch.float32:
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor
 
 
 def _is_below(path: str, others) -> bool:
