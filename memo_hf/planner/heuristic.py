@@ -1,0 +1,82 @@
+"""Greedy placement: buffers in a fixed order, each into the lowest or the tightest gap it fits. Fast, and on training steps mostly
+optimal.
+
+Called by `placement.place` before anything else. No single order is best on all traces, so a portfolio is tried until one
+reaches the lower bound, which proves it optimal, or the time is up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from memo_hf.planner.problem import Placement, Problem
+
+
+def greedy(problem: Problem, order: np.ndarray, best_fit: bool = False) -> np.ndarray:
+    """Offsets (int64) when buffers are placed in `order` (indices), each in the first or tightest gap of its lifetime."""
+    n = len(problem)
+    lower, upper, size = problem.lower, problem.upper, problem.size
+    offsets = np.zeros(n, dtype=np.int64)
+    # What is placed, sorted by offset: lifetime start and end, then offset and end address.
+    starts, ends, lows, highs = (np.empty(n, dtype=np.int64) for _ in range(4))
+    for count, i in enumerate(order):
+        conflicts = np.flatnonzero((starts[:count] < upper[i]) & (ends[:count] > lower[i]))
+        offset = 0
+        if len(conflicts):
+            tops = np.maximum.accumulate(highs[conflicts])
+            gaps = lows[conflicts]
+            gaps[1:] -= tops[:-1]
+            fits = np.flatnonzero(gaps >= size[i])
+            if len(fits) == 0:
+                offset = tops[-1]
+            else:
+                at = fits[np.argmin(gaps[fits])] if best_fit else fits[0]
+                offset = tops[at - 1] if at else 0
+        offsets[i] = offset
+        at = np.searchsorted(lows[:count], offset)
+        for column, value in ((starts, lower[i]), (ends, upper[i]), (lows, offset), (highs, offset + size[i])):
+            column[at + 1 : count + 1] = column[at:count]
+            column[at] = value
+    return offsets
+
+
+def contention(problem: Problem) -> np.ndarray:
+    """For each buffer the most bytes that are alive at once during its life (int64): how hard it is to place."""
+    times, inverse = np.unique(np.concatenate((problem.lower, problem.upper)), return_inverse=True)
+    change = np.zeros(len(times), dtype=np.int64)
+    np.add.at(change, inverse, np.concatenate((problem.size, -problem.size)))
+    live = np.append(np.cumsum(change), 0)
+    first, last = inverse[: len(problem)], inverse[len(problem) :]
+    return np.maximum.reduceat(live, np.stack((first, last), axis=1).ravel())[::2]
+
+
+def orders(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
+    """The portfolio: name and order (indices), roughly by how often each one wins."""
+    size, life = problem.size, problem.upper - problem.lower
+    keys = {
+        "contention": (-size, -contention(problem)),
+        "size": (-life, -size),
+        "area": (-size, -(size.astype(np.float64) * life)),
+        "life": (-size, -life),
+        "start": (-size, problem.lower),
+    }
+    for name, key in keys.items():
+        yield name, np.lexsort(key)
+
+
+def portfolio(problem: Problem, deadline: float) -> Placement:
+    """The best of the greedy placements; at least one is made, whatever the deadline (`time.monotonic` seconds)."""
+    began = time.monotonic()
+    best = None
+    for name, order in orders(problem):
+        for best_fit in (False, True):
+            if best is not None and (best.proved or time.monotonic() > deadline):
+                return best
+            offsets = greedy(problem, order, best_fit)
+            if best is None or int((offsets + problem.size).max(initial=0)) < best.peak:
+                method = f"greedy {name}, {'best' if best_fit else 'first'} fit"
+                best = Placement(problem, offsets, method, time.monotonic() - began)
+    return best
