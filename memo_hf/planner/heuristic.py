@@ -43,6 +43,17 @@ def greedy(problem: Problem, order: np.ndarray, best_fit: bool = False) -> np.nd
     return offsets
 
 
+def stack(problem: Problem, order: np.ndarray) -> np.ndarray:
+    """Offsets (int64) when each buffer is put on top of those before it in `order` (indices) that it lives with."""
+    offsets = np.zeros(len(problem), dtype=np.int64)
+    tops = np.zeros(len(problem), dtype=np.int64)  # 0: not placed yet
+    for i in order:
+        below = (problem.lower < problem.upper[i]) & (problem.upper > problem.lower[i])
+        offsets[i] = tops[below].max()
+        tops[i] = offsets[i] + problem.size[i]
+    return offsets
+
+
 def orders(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
     """The portfolio: name and order (indices), roughly by how often each one wins.
 
@@ -79,13 +90,16 @@ def _profile(problem):
     return times, np.cumsum(change)
 
 
-def portfolio(problem: Problem, deadline: float) -> Placement:
-    """The best of the greedy placements; at least one is made, whatever the deadline (`time.monotonic` seconds)."""
+def portfolio(problem: Problem, deadline: float, goal: int) -> Placement:
+    """The best of the greedy placements, up to the first with a peak of at most `goal` bytes.
+
+    At least one is made, whatever the deadline (`time.monotonic` seconds).
+    """
     began = time.monotonic()
     best = None
     for name, order in orders(problem):
         for best_fit in (False, True):
-            if best is not None and (best.proved or time.monotonic() > deadline):
+            if best is not None and (best.peak <= goal or time.monotonic() > deadline):
                 return best
             offsets = greedy(problem, order, best_fit)
             if best is None or int((offsets + problem.size).max(initial=0)) < best.peak:
