@@ -83,7 +83,9 @@ def _two_levels(trace, requests, time_limit):
         for bottom, top, group in _slabs(plans[block.kind]):
             requests_in = [block.requests[i] for i in group]
             lower, upper = min(r.lower for r in requests_in), max(r.upper for r in requests_in)
-            members.append([(r, plans[block.kind].offsets[i] - bottom) for i, r in zip(group, requests_in, strict=True)])
+            members.append(
+                [(r, plans[block.kind].offsets[i] - bottom) for i, r in zip(group, requests_in, strict=True)]
+            )
             step.append(Buffer(f"slab {len(step)}", lower, upper, top - bottom))
     whole = place(Problem(tuple(step)), time_limit=max(0.0, deadline - time.monotonic()))
     offset_of = {}

@@ -65,7 +65,9 @@ def mip_search(best: Placement, deadline: float, goal: int, solver: str = "highs
     better = found if found.peak < best.peak else best
     # Below the goal nothing was looked for. And a bound is a float: it must lie within half of the step between two sums of sizes.
     unit = int(np.gcd.reduce(problem.size))
-    proved = better.proved or (proved_bound > max(goal, better.peak - unit / 2) and better.peak <= _TRUSTED_STEPS * unit)
+    proved = better.proved or (
+        proved_bound > max(goal, better.peak - unit / 2) and better.peak <= _TRUSTED_STEPS * unit
+    )
     return Placement(problem, better.offsets, better.method, time.monotonic() - began, proved)
 
 

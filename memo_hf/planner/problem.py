@@ -43,7 +43,9 @@ class Buffer:
 
     def __post_init__(self):
         if self.lower >= self.upper:
-            raise PlanError(f"buffer {self.id!r} lives in [{self.lower}, {self.upper}), which is empty; need lower < upper")
+            raise PlanError(
+                f"buffer {self.id!r} lives in [{self.lower}, {self.upper}), which is empty; need lower < upper"
+            )
         if self.size < 1:
             raise PlanError(f"buffer {self.id!r} has size {self.size}; sizes start at 1, leave empty requests out")
 
@@ -93,9 +95,7 @@ class Problem:
 
     def aligned(self, alignment: int) -> Problem:
         """The same with sizes rounded up to multiples of `alignment`; offsets, sums of sizes, are multiples then too."""
-        return Problem(
-            tuple(Buffer(b.id, b.lower, b.upper, -(-b.size // alignment) * alignment) for b in self.buffers)
-        )
+        return Problem(tuple(Buffer(b.id, b.lower, b.upper, -(-b.size // alignment) * alignment) for b in self.buffers))
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,8 @@ def _read_rows(path, needs_offset=False):
                 numbers = [int(row[name]) for name in columns[1:]]
                 yield Buffer(row["id"], *numbers[:3]), numbers[3] if needs_offset else 0
             except (TypeError, ValueError) as error:
-                raise PlanError(f"{path}, line {reader.line_num}: {error}; need whole numbers in {columns[1:]}") from None
+                raise PlanError(
+                    f"{path}, line {reader.line_num}: {error}; need whole numbers in {columns[1:]}"
+                ) from None
             except PlanError as error:
                 raise PlanError(f"{path}, line {reader.line_num}: {error}") from None

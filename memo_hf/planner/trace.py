@@ -73,7 +73,9 @@ class Trace:
         for time, event in enumerate(self.events):
             if event.op == "malloc":
                 if event.id in born:
-                    raise PlanError(f"event {time}: request {event.id} is allocated twice; ids must be unique in a trace")
+                    raise PlanError(
+                        f"event {time}: request {event.id} is allocated twice; ids must be unique in a trace"
+                    )
                 born.add(event.id)
             elif event.id in ends:
                 raise PlanError(f"event {time}: request {event.id} is freed twice; record the step again")
@@ -117,13 +119,21 @@ def to_buffer(request: Request, lower: int | None = None, upper: int | None = No
     return Buffer(str(request.id), lower, upper, size)
 
 
+def is_trace(path: str | Path) -> bool:
+    """Whether the file begins as a trace does."""
+    with open(path, encoding="utf-8") as file:
+        return file.readline().strip() == ",".join(_COLUMNS)
+
+
 def read_trace(path: str | Path, repeats: bool = True) -> Trace:
     """Reads a trace. Raises `PlanError` naming file and line."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
         header = tuple(next(rows, ()))
         if header != _COLUMNS:
-            raise PlanError(f"{path}: the first line is {','.join(header)!r}; a trace begins with {','.join(_COLUMNS)!r}")
+            raise PlanError(
+                f"{path}: the first line is {','.join(header)!r}; a trace begins with {','.join(_COLUMNS)!r}"
+            )
         events = []
         for row in rows:
             try:
@@ -132,7 +142,9 @@ def read_trace(path: str | Path, repeats: bool = True) -> Trace:
             except ValueError as error:
                 raise PlanError(f"{path}, line {rows.line_num}: {error}; need {','.join(_COLUMNS)}") from None
             if op not in ("malloc", "free") or event.size < 0:
-                raise PlanError(f"{path}, line {rows.line_num}: op {op!r}, size {size}; need malloc or free, at least 0")
+                raise PlanError(
+                    f"{path}, line {rows.line_num}: op {op!r}, size {size}; need malloc or free, at least 0"
+                )
             events.append(event)
     return Trace(tuple(events), repeats)
 
