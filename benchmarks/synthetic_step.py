@@ -1,4 +1,4 @@
-"""The requests of a training step of a Llama-like model, from a list of operators: no torch, no run. For benchmarks of the planner."""
+"""The requests of a training step of a Llama-like model, from a list of operators. For benchmarks of the planner."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ _EPILOG = """examples:
   memo-hf place step.csv --capacity 40GiB --output plan.csv
   memo-hf place --snapshot snapshot.pickle --time-limit 30 --plot map.png
 
-step.csv has one buffer a line, `id,lower,upper,size`: alive from lower up to, not including, upper. A file that begins with
-`op,id,size,phase,stream,thread` is the trace of a step, which is planned in two levels: layers, then the step.
+step.csv has one buffer a line, `id,lower,upper,size`: alive from lower up to, not including, upper. A file that begins
+with `op,id,size,phase,stream,thread` is the trace of a step, which is planned in two levels: layers, then the step.
 """
 _METHODS = ("auto", "greedy", "tree", "order", "mip", "cbc", "cpsat", "supermalloc")
 

@@ -1,9 +1,10 @@
-"""Plans a whole step in two levels (paper section 4.2): each layer's forward and backward by itself, then the step made of them.
+"""Plans a step in two levels (paper section 4.2): each layer's forward and backward, then the step made of them.
 
-Called beside training with the recorded trace. Level 1 places what is born and dies inside one layer's forward or backward;
-layers whose requests are alike share one solution. Level 2 puts each of these plans into the step as one block, beside
-everything that crosses phases or lies outside layers. A block is alive only while something in it is: were the tensors that
-cross layers counted in, neighbouring blocks would overlap (43% more memory on a Llama step).
+Called beside training with the recorded trace. Level 1 places what is born and dies inside one layer's forward or
+backward; layers whose requests are alike share one solution. Level 2 places these plans in the step, beside everything
+that crosses phases or lies outside layers. What crosses is no part of level 1: neighbouring layers would overlap (43%
+more memory on a Llama step). The paper makes one block of each plan; here it is cut into slabs at every address that no
+buffer crosses, since a single block wastes what its buffers leave free before its end (up to 2% with recomputation).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LAYER_PHASE = re.compile(r"(forward|backward) \d+")
 
 
 def plan_step(trace: Trace, time_limit: float = 10.0, two_levels: bool = True) -> Placement:
-    """Addresses for `trace.problem()`, verified. Memory of one stream is never reused on another: each has its own range.
+    """Addresses for `trace.problem()`, verified. Each stream has its own range: none reuses the memory of another.
 
     Args:
         trace: One step.
@@ -52,7 +53,7 @@ def plan_step(trace: Trace, time_limit: float = 10.0, two_levels: bool = True) -
 
 @dataclass(frozen=True)
 class _Block:
-    """One layer's forward or backward: the requests that live and die in it, and the same as a problem with times 0, 1, 2, ..."""
+    """What lives and dies in one layer's forward or backward, and the same as a problem with times 0, 1, 2, ..."""
 
     requests: tuple[Request, ...]
     kind: Problem

@@ -1,9 +1,10 @@
 """A model of PyTorch's CUDA caching allocator: the bytes it would reserve for a trace, to compare a plan with.
 
-Used by reports and benchmarks only. The rules (c10/cuda/CUDACachingAllocator, default settings): sizes are rounded up to 512
-bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, above that a segment is the size rounded up to
-2 MiB. The smallest free block that fits is taken, and split where the rest is at least 512 bytes (small) or more than 1 MiB
-(large). Freed blocks merge with free neighbours. Each stream has its own blocks. No segment is ever given back.
+Used by reports and benchmarks only. The rules (c10/cuda/CUDACachingAllocator, default settings): sizes are rounded up
+to 512 bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, above that a segment is the
+size rounded up to 2 MiB. The smallest free block that fits is taken, and split where the rest is at least 512 bytes
+(small) or more than 1 MiB (large). Freed blocks merge with free neighbours. Each stream has its own blocks. No segment
+is ever given back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Solvers that are used where they are installed: OmniMalloc's SuperMalloc and OR-Tools' CP-SAT (`pip install "memo-hf[solvers]"`).
+"""Solvers that are used where they are installed: OmniMalloc's SuperMalloc and OR-Tools' CP-SAT.
 
-Called by `placement.place`. Neither is needed: the tree search is as good on most problems.
+They come with `pip install "memo-hf[solvers]"`, and `placement.place` calls them. Neither is needed: the tree search is
+as good on most problems.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def installed(package: str) -> bool:
 
 
 def supermalloc_search(best: Placement, deadline: float, goal: int) -> Placement:
-    """OmniMalloc's branch and bound. It takes no goal and stops at the lower bound. Takes and returns what `tree_search` does."""
+    """OmniMalloc's branch and bound, whose only goal is the lower bound. Takes and returns what `tree_search` does."""
     from omnimalloc import Allocation
     from omnimalloc.allocators import SupermallocAllocator
 

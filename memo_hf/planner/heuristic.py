@@ -1,8 +1,7 @@
-"""Greedy placement: buffers in a fixed order, each into the lowest or the tightest gap it fits. Fast, and on training steps mostly
-optimal.
+"""Greedy placement: buffers in a fixed order, each into the lowest or tightest gap. On training steps mostly optimal.
 
-Called by `placement.place` before anything else. No single order is best on all traces, so a portfolio is tried until one
-reaches the lower bound, which proves it optimal, or the time is up.
+Called by `placement.place` before anything else. No single order is best on all traces, so a portfolio is tried until
+one reaches the lower bound, which proves it optimal, or the time is up.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from memo_hf.planner.problem import Placement, Problem
 
 
 def greedy(problem: Problem, order: np.ndarray, best_fit: bool = False) -> np.ndarray:
-    """Offsets (int64) when buffers are placed in `order` (indices), each in the first or tightest gap of its lifetime."""
+    """Offsets (int64) when buffers are placed in `order` (indices), each in the first or tightest gap that fits."""
     n = len(problem)
     lower, upper, size = problem.lower, problem.upper, problem.size
     offsets = np.zeros(n, dtype=np.int64)
@@ -57,9 +56,10 @@ def stack(problem: Problem, order: np.ndarray) -> np.ndarray:
 def orders(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
     """The portfolio: name and order (indices), roughly by how often each one wins.
 
-    `contention` is the most bytes alive at once during a buffer's life: how hard it is to place. `peaks` puts buffers that
-    cross most of the moments when memory is full first, and then, of those that cross only one, pairs what dies before the
-    next with what is born before it, by time: both moments stack without holes (optimal where `contention` was 0.8% off).
+    `contention` is the most bytes alive at once during a buffer's life: how hard it is to place. `peaks` puts buffers
+    that cross most of the moments when memory is full first, and then, of those that cross only one, pairs what dies
+    before the next with what is born before it, by time: both moments stack without holes (optimal where `contention`
+    was 0.8% off).
     """
     size, life = problem.size, problem.upper - problem.lower
     times, live = _profile(problem)

@@ -1,7 +1,7 @@
-"""The paper's mixed-integer programme for addresses (section 4.2), in PuLP, solved by HiGHS or, where that is missing, CBC.
+"""The paper's mixed-integer programme for addresses (section 4.2), in PuLP, solved by HiGHS or else CBC.
 
-Called by `placement.place` for small problems and by name. It is the reference that the other methods are compared with; the
-tree search is faster. What grows is the number of overlapping pairs, one binary variable each.
+Called by `placement.place` for small problems and by name. It is the reference that the other methods are compared
+with; the tree search is faster. What grows is the number of overlapping pairs, one binary variable each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCALE = 1000.0  # the best known peak in the model's units: big-M rows need num
 
 
 def count_pairs(problem: Problem) -> int:
-    """How many pairs of buffers live together: for each buffer those born in its life, and half of those born with it."""
+    """How many pairs of buffers live together: those born in each one's life, and the pairs born at one time."""
     lower = np.sort(problem.lower)
     born_later = np.searchsorted(lower, problem.upper) - np.searchsorted(lower, problem.lower, side="right")
     _, twins = np.unique(lower, return_counts=True)
@@ -40,9 +40,9 @@ def overlapping_pairs(problem: Problem) -> list[tuple[int, int]]:
 def mip_search(best: Placement, deadline: float, goal: int, solver: str = "highs") -> Placement:
     """Solves the programme below the best peak; the goal, at least the lower bound, is where it may stop.
 
-    Without `M >= goal` HiGHS proves 15 to 20 buffers in a minute, with it 50 to 80: it can stop at the first plan that touches
-    the bound, which nearly always exists. The values that a solver returns are rounded, so only the order of its offsets
-    is used: the buffers are stacked in that order, in exact integers.
+    Without `M >= goal` HiGHS proves 15 to 20 buffers in a minute, with it 50 to 80: it can stop at the first plan that
+    touches the bound, which nearly always exists. The values that a solver returns are rounded, so only the order of
+    its offsets is used: the buffers are stacked in that order, in exact integers.
 
     Args:
         best: Its peak is the programme's capacity. Returned where nothing better is found.
@@ -63,7 +63,7 @@ def mip_search(best: Placement, deadline: float, goal: int, solver: str = "highs
     order, proved_bound = _solve(problem, best.peak, goal, deadline, solver)
     found = Placement(problem, stack(problem, order), f"MIP, {solver}")
     better = found if found.peak < best.peak else best
-    # Below the goal nothing was looked for. And a bound is a float: it must lie within half of the step between two sums of sizes.
+    # Below the goal nothing was looked for. And a bound is a float: it must lie within half of the step between sizes.
     unit = int(np.gcd.reduce(problem.size))
     proved = better.proved or (
         proved_bound > max(goal, better.peak - unit / 2) and better.peak <= _TRUSTED_STEPS * unit
@@ -72,18 +72,18 @@ def mip_search(best: Placement, deadline: float, goal: int, solver: str = "highs
 
 
 def _solve(problem, capacity, goal, deadline, solver):
-    """The buffers in ascending order of the solver's offsets, and the peak in bytes that it proved to be the least, or 0."""
+    """The buffers in ascending order of the solver's offsets, and the peak in bytes that it proved least, or 0."""
     import pulp  # half a second to import, and `memo-hf` must start fast
 
     size = problem.size / capacity * _SCALE
     model = pulp.LpProblem("addresses", pulp.LpMinimize)
-    peak = pulp.LpVariable("peak", lowBound=goal / capacity * _SCALE, upBound=_SCALE)
+    peak = model.add_variable("peak", lowBound=goal / capacity * _SCALE, upBound=_SCALE)
     model += peak
-    offsets = [pulp.LpVariable(f"offset_{i}", lowBound=0, upBound=_SCALE - s) for i, s in enumerate(size)]
+    offsets = [model.add_variable(f"offset_{i}", lowBound=0, upBound=_SCALE - s) for i, s in enumerate(size)]
     for offset, s in zip(offsets, size, strict=True):
         model += offset + s <= peak
     for i, j in overlapping_pairs(problem):
-        above = pulp.LpVariable(f"above_{i}_{j}", cat=pulp.LpBinary)  # 0: i lies below j
+        above = model.add_variable(f"above_{i}_{j}", cat=pulp.LpBinary)  # 0: i lies below j
         model += offsets[i] + size[i] <= offsets[j] + above * _SCALE
         model += offsets[j] + size[j] <= offsets[i] + (1 - above) * _SCALE
     model.solve(_backend(pulp, solver, max(0.1, deadline - time.monotonic())))
@@ -97,4 +97,11 @@ def _backend(pulp, solver, seconds):
     if solver == "highs" and pulp.HiGHS().available():
         # The relative gap is tightened since sizes are bytes: the default of 1e-4 would call 1 MiB in 10 GiB optimal.
         return pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=1e-9)
-    return pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=1e-9)
+    # PuLP 3 ships a CBC; from PuLP 4 on it is found where `pip install pulp[cbc]` puts it.
+    bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
+    backend = pulp.COIN_CMD(path=bundled, msg=False, timeLimit=seconds, gapRel=1e-9)
+    if not backend.available():
+        raise PlanError(
+            "neither HiGHS nor CBC is installed, so there is no MIP; pip install highspy, or use method 'tree'"
+        )
+    return backend

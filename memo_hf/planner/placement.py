@@ -1,7 +1,8 @@
 """`place`: the best addresses that can be found in a given time. The front door of address planning.
 
-Called by the command line, by the bi-level planner and, beside training, for a recorded step. Greedy orders come first and are
-mostly optimal; searches follow where they are not. Whatever happens, the best plan so far is returned, and it is checked.
+Called by the command line, by the bi-level planner and, beside training, for a recorded step. Greedy orders come first
+and are mostly optimal; searches follow where they are not. Whatever happens, the best plan so far is returned, and it
+is checked.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def place(problem: Problem, capacity: int | None = None, time_limit: float = 10.
 
     Args:
         problem: The buffers.
-        capacity: Bytes of the arena: a plan of no more is good enough. None: look for the lowest peak. Where it cannot be met
-            the best plan is returned all the same; compare its `peak`.
+        capacity: Bytes of the arena: a plan of no more is good enough. None: look for the lowest peak. Where it cannot
+            be met the best plan is returned all the same; compare its `peak`.
         time_limit: Seconds to search. At least one greedy plan is made, whatever it takes.
         method: "auto", or one of `METHODS` after the greedy orders.
 

@@ -94,7 +94,7 @@ class Problem:
         return int(np.cumsum(change[order]).max())
 
     def aligned(self, alignment: int) -> Problem:
-        """The same with sizes rounded up to multiples of `alignment`; offsets, sums of sizes, are multiples then too."""
+        """The same with sizes rounded up to multiples of `alignment`; offsets, sums of sizes, are multiples too."""
         return Problem(tuple(Buffer(b.id, b.lower, b.upper, -(-b.size // alignment) * alignment) for b in self.buffers))
 
 
@@ -140,7 +140,7 @@ class Placement:
 
 
 def read_problem(path: str | Path) -> Problem:
-    """Reads `id,lower,upper,size` (in any order of columns, others ignored). Raises `PlanError` naming file and line."""
+    """Reads the columns `id,lower,upper,size`, in any order. Raises `PlanError` naming file and line."""
     return Problem(tuple(buffer for buffer, _ in _read_rows(path)))
 
 

@@ -1,4 +1,4 @@
-"""Search over orders: random moves of the buffers that end too high, each order placed greedily. For problems of any size.
+"""Search over orders: random moves of the buffers that end too high, each order placed greedily. For any size.
 
 Called by `placement.place` where no greedy order reaches the lower bound. Proves nothing unless it reaches that bound.
 """

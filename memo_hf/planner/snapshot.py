@@ -1,7 +1,7 @@
-"""Reads a memory snapshot of PyTorch (`torch.cuda.memory._dump_snapshot`) as a trace, without torch and without trusting it.
+"""Reads a PyTorch memory snapshot (`torch.cuda.memory._dump_snapshot`) as a trace, without torch and without trust.
 
-Called by `memo-hf place --snapshot`. These files are pickles, and a pickle can run code when it is read; a snapshot needs
-only dicts, lists, text and numbers, so anything else is refused.
+Called by `memo-hf place --snapshot`. These files are pickles, and a pickle can run code when it is read; a snapshot
+needs only dicts, lists, text and numbers, so anything else is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from memo_hf.planner.trace import Event, Trace
 class _DataOnly(pickle.Unpickler):
     def find_class(self, module, name):
         raise PlanError(
-            f"the snapshot wants {module}.{name}, which could run code; a PyTorch memory snapshot holds plain data only. "
-            "Do not open this file"
+            f"the snapshot wants {module}.{name}, which could run code; a PyTorch memory snapshot holds plain data "
+            "only. Do not open this file"
         )
 
     def persistent_load(self, pid):

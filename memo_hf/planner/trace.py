@@ -1,14 +1,15 @@
 """The log of a training step: every malloc and free, with the phase, stream and thread it came in.
 
-Written by the native recorder and by `snapshot.read_snapshot`; read by the planners. A trace is a text file, one event a line:
+Written by the native recorder and by `snapshot.read_snapshot`; read by the planners. A text file, one event a line:
 
     op,id,size,phase,stream,thread
     malloc,0,4096,forward 0,0,0
     malloc,1,1048576,forward 0,0,0
     free,0,0,backward 0,0,1
 
-`id` is the number of the request, and a free names the malloc it ends. `size` is what was asked for, in bytes, and not read for
-a free. `phase` is free text without commas; `forward 3` and `backward 3` are a layer's. The time of an event is its line.
+`id` is the number of the request, and a free names the malloc it ends. `size` is what was asked for, in bytes, and not
+read for a free. `phase` is free text without commas; `forward 3` and `backward 3` are a layer's. The time of an event
+is its line.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Trace:
 
     Attributes:
         events: In the order in which they happened.
-        repeats: The step runs again and again, so that what it leaves alive is still there when it starts anew: such requests
-            live through all of it. False for a recording that is only looked at: they live to its end.
+        repeats: The step runs again and again, so that what it leaves alive is still there when it starts anew: such
+            requests live through all of it. False for a recording that is only looked at: they live to its end.
 
     Raises:
         PlanError: an id is allocated twice, or freed twice.
@@ -67,7 +68,7 @@ class Trace:
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """In the order of their mallocs. Requests of no bytes and frees of what was there before the trace are left out."""
+        """In the order of their mallocs, without those of no bytes and frees of what was there before the trace."""
         ends: dict[int, int] = {}
         born: set[int] = set()
         for time, event in enumerate(self.events):
@@ -96,7 +97,7 @@ class Trace:
         return sorted({request.stream for request in self.requests})
 
     def problem(self, stream: int | None = None) -> Problem:
-        """The requests (of one stream, or all) as buffers, sizes rounded up to the alignment, in the order of their mallocs."""
+        """The requests (of one stream, or all) as buffers of aligned sizes, in the order of their mallocs."""
         return Problem(
             tuple(to_buffer(request) for request in self.requests if stream is None or request.stream == stream)
         )

@@ -1,11 +1,11 @@
 """Exact tree search: does the problem fit in a capacity? Solves in seconds what defeats greedy orders and the MIP.
 
-Called by `placement.place` after the heuristics. Ideas from MiniMalloc (ASPLOS 2023), on arrays instead of trees of sets:
+Called by `placement.place` after the heuristics. The rules are known from MiniMalloc (ASPLOS 2023) and OmniMalloc:
 
 - Any plan can be pushed down and its buffers sorted by offset. So it is enough to stack buffers in ascending order of
   offset, ties in a fixed order, each on top of what lies below it.
-- Time falls into *sections*, moments whose live set is not part of a neighbour's. In a section, the lowest offset that is still
-  possible plus the bytes still to place must fit in the capacity, or the branch is dead.
+- Time falls into *sections*, moments whose live set is not part of a neighbour's. In a section, the lowest offset that
+  is still possible plus the bytes still to place must fit in the capacity, or the branch is dead.
 - A buffer that would leave room for a whole other one below it need not be tried.
 - Where no buffer still to place crosses a moment, what lies before and after it is solved apart.
 
@@ -24,7 +24,7 @@ from memo_hf.planner.problem import Placement, Problem
 
 _PLACED = np.int64(1) << 60  # the "lowest offset" of what is placed: above any address
 _ORDERS = ("total width area", "total area width", "width area total")  # in which buffers at one offset are tried
-_LADDER = ((0.0, 1.0), (0.0625, 0.125), (0.25, 0.125), (0.5, 0.125))  # from goal (0) to best peak (1); share of time
+_STEPS = (0.0625, 0.25, 0.5, 1.0)  # capacities to try from the goal (0) to just below the best peak (1)
 _DEEPEST_SPLIT = 100  # splits within splits; below it a part is searched whole, which is as right and only slower
 _SECONDS_PER_CELL = 4e-9  # measured time of a node, divided by the sum of the section sizes
 _SECONDS_PER_NODE = 5e-5
@@ -47,19 +47,26 @@ def tree_search(best: Placement, deadline: float, goal: int) -> Placement:
     first, last, _ = sections(problem)
     one_descent = len(problem) * (_SECONDS_PER_NODE + _SECONDS_PER_CELL * float((last - first).sum()))
     infeasible, portion = problem.lower_bound - 1, max(0.5, 2 * one_descent)
+
+    def lower_than_best(step: float, seconds: float) -> bool:
+        """Tries a capacity between the goal (0) and the best peak (1); whether that gave a better plan."""
+        nonlocal best, infeasible
+        least = max(goal, infeasible + 1)
+        capacity = int(least + (best.peak - 1 - least) * step)
+        if capacity < least or time.monotonic() + one_descent > deadline:
+            return False
+        answers = (_Fit(problem, capacity, order, seconds, deadline).solve() for order in _ORDERS)
+        answer = next((answer for answer in answers if answer is not None), None)
+        if answer is False:
+            infeasible = capacity
+        elif answer is not None:
+            best = Placement(problem, answer, "tree search", time.monotonic() - began)
+        return isinstance(answer, np.ndarray)
+
     while best.peak > max(goal, infeasible + 1) and time.monotonic() + one_descent < deadline:
-        for step, share in _LADDER:
-            least = max(goal, infeasible + 1)
-            capacity = int(least + (best.peak - 1 - least) * step)
-            if capacity >= best.peak:
-                break
-            answers = (_Fit(problem, capacity, order, share * portion, deadline).solve() for order in _ORDERS)
-            answer = next((answer for answer in answers if answer is not None), None)
-            if answer is False:
-                infeasible = capacity
-            elif answer is not None:
-                best = Placement(problem, answer, "tree search", time.monotonic() - began)
-                break
+        lower_than_best(0.0, portion)
+        while any(lower_than_best(step, portion / 8) for step in _STEPS):
+            pass
         portion *= 3
     if best.peak == infeasible + 1:
         best = Placement(problem, best.offsets, best.method, time.monotonic() - began, proved=True)
@@ -95,7 +102,7 @@ class _Node:
 
 
 class _Part:
-    """Buffers that are solved together, in the order in which they are tried, with all that does not change in the search."""
+    """Buffers that are solved together, in the order in which they are tried, and all that is fixed in the search."""
 
     def __init__(self, problem, order, buffers, first, last, lowest):
         size = problem.size[buffers]
@@ -206,7 +213,7 @@ class _Fit:
 
 
 def _sum_over_spans(first, last, value, length):
-    """For each index below `length` the sum of the values whose span [first, last) holds it; empty spans count nowhere."""
+    """For each index below `length` the sum of the values whose span [first, last) holds it."""
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, first, value)
     np.add.at(change, np.maximum(first, last), -value)

@@ -22,8 +22,10 @@ def verify(placement: Placement, capacity: int | None = None) -> Placement:
     """
     buffers, offsets = placement.problem.buffers, placement.offsets
     for buffer, offset in zip(buffers, offsets, strict=True):
-        if offset < 0 or (capacity is not None and offset + buffer.size > capacity):
-            raise PlanError(f"{_show(buffer, offset)} lies outside the arena of {capacity} bytes; plan again")
+        if offset < 0:
+            raise PlanError(f"{_show(buffer, offset)} lies below the arena; the plan by {placement.method!r} is wrong")
+        if capacity is not None and offset + buffer.size > capacity:
+            raise PlanError(f"{_show(buffer, offset)} lies outside the capacity of {capacity} bytes; plan again")
     # At one time frees (0) come before allocations (1): lifetimes are half-open.
     events = sorted(
         event for i, b in enumerate(buffers) for event in ((b.lower, 1, i), (b.upper, 0, i))
