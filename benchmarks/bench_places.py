@@ -2,7 +2,7 @@
 
     python benchmarks/bench_places.py [--data FOLDER] [--no-extras] [--snapshot FILE ...] [--csv FILE]
 
-FOLDER holds problems as `id,lower,upper,size`; those that are not there are left out. Exit code 1 where a bar is missed.
+FOLDER holds problems as `id,lower,upper,size`; those that are not there are left out. Exit code 1: a bar is missed.
 """
 
 from __future__ import annotations

@@ -25,17 +25,18 @@ from memo_hf.planner.problem import Placement, Problem
 _PLACED = np.int64(1) << 60  # the "lowest offset" of what is placed: above any address
 _ORDERS = ("total width area", "total area width", "width area total")  # in which buffers at one offset are tried
 _STEPS = (0.0625, 0.25, 0.5, 1.0)  # capacities to try from the goal (0) to just below the best peak (1)
+_FIRST_NODES = 8_000  # that one order may visit at first; nodes and not seconds, so that a plan can be made again
 _DEEPEST_SPLIT = 100  # splits within splits; below it a part is searched whole, which is as right and only slower
 _SECONDS_PER_CELL = 4e-9  # measured time of a node, divided by the sum of the section sizes
 _SECONDS_PER_NODE = 5e-5
 
 
-class _TimeUp(Exception):
+class _OutOfBudget(Exception):
     pass
 
 
 def tree_search(best: Placement, deadline: float, goal: int) -> Placement:
-    """Looks for plans between the goal and the best peak, with all orders in turn and ever more time for each.
+    """Looks for plans between the goal and the best peak, with all orders in turn and ever more nodes for each.
 
     Args:
         best: Returned where nothing better is found, with `proved` set where the search was exhausted below it.
@@ -46,16 +47,17 @@ def tree_search(best: Placement, deadline: float, goal: int) -> Placement:
     began = time.monotonic() - best.seconds
     first, last, _ = sections(problem)
     one_descent = len(problem) * (_SECONDS_PER_NODE + _SECONDS_PER_CELL * float((last - first).sum()))
-    infeasible, portion = problem.lower_bound - 1, max(0.5, 2 * one_descent)
+    least_nodes = 2 * len(problem)
+    infeasible, nodes = problem.lower_bound - 1, max(_FIRST_NODES, least_nodes)
 
-    def lower_than_best(step: float, seconds: float) -> bool:
+    def lower_than_best(step: float, nodes: int) -> bool:
         """Tries a capacity between the goal (0) and the best peak (1); whether that gave a better plan."""
         nonlocal best, infeasible
         least = max(goal, infeasible + 1)
         capacity = int(least + (best.peak - 1 - least) * step)
         if capacity < least or time.monotonic() + one_descent > deadline:
             return False
-        answers = (_Fit(problem, capacity, order, seconds, deadline).solve() for order in _ORDERS)
+        answers = (_Fit(problem, capacity, order, nodes, deadline).solve() for order in _ORDERS)
         answer = next((answer for answer in answers if answer is not None), None)
         if answer is False:
             infeasible = capacity
@@ -64,10 +66,10 @@ def tree_search(best: Placement, deadline: float, goal: int) -> Placement:
         return isinstance(answer, np.ndarray)
 
     while best.peak > max(goal, infeasible + 1) and time.monotonic() + one_descent < deadline:
-        lower_than_best(0.0, portion)
-        while any(lower_than_best(step, portion / 8) for step in _STEPS):
+        lower_than_best(0.0, nodes)
+        while any(lower_than_best(step, max(nodes // 8, least_nodes)) for step in _STEPS):
             pass
-        portion *= 3
+        nodes *= 3
     if best.peak == infeasible + 1:
         best = Placement(problem, best.offsets, best.method, time.monotonic() - began, proved=True)
     return best
@@ -156,19 +158,18 @@ class _Part:
 class _Fit:
     """One decision: does the problem fit in `capacity`?"""
 
-    def __init__(self, problem, capacity, order, portion, deadline):
+    def __init__(self, problem, capacity, order, most_nodes, deadline):
         self.problem, self.capacity, self.order = problem, capacity, order
-        self.deadline = min(deadline, time.monotonic() + portion)
+        self.nodes_left, self.deadline = most_nodes, deadline
         self.offsets = np.zeros(len(problem), dtype=np.int64)
-        self.nodes = 0
 
     def solve(self) -> np.ndarray | bool | None:
-        """The offsets (int64); False where there is no such plan; None where the time did not suffice."""
+        """The offsets (int64); False where there is no such plan; None where time or nodes did not suffice."""
         first, last, _ = sections(self.problem)
         count = len(self.problem)
         try:
             solved = self._solve_parts(np.arange(count), first, last, np.zeros(count, dtype=np.int64), 0)
-        except _TimeUp:
+        except _OutOfBudget:
             return None
         return self.offsets if solved else False
 
@@ -191,9 +192,9 @@ class _Fit:
             if node is None:
                 stack.pop()
                 continue
-            self.nodes += 1
-            if self.nodes % 32 == 0 and time.monotonic() > self.deadline:
-                raise _TimeUp
+            self.nodes_left -= 1
+            if self.nodes_left < 0 or (self.nodes_left % 32 == 0 and time.monotonic() > self.deadline):
+                raise _OutOfBudget
             if node.left == 0:
                 return self._accept(part, node)
             if depth < _DEEPEST_SPLIT and not node.crossing.all():
