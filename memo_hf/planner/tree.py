@@ -24,7 +24,7 @@ from memo_hf.planner.problem import Placement, Problem
 
 _PLACED = np.int64(1) << 60  # the "lowest offset" of what is placed: above any address
 _ORDERS = ("total width area", "total area width", "width area total")  # in which buffers at one offset are tried
-_STEPS = (0.0625, 0.25, 0.5, 1.0)  # capacities to try from the goal (0) to just below the best peak (1)
+_STEPS = (0.25, 0.5, 0.75, 1.0)  # capacities to try from the goal (0) to just below the best peak (1)
 _FIRST_NODES = 8_000  # that one order may visit at first; nodes and not seconds, so that a plan can be made again
 _DEEPEST_SPLIT = 100  # splits within splits; below it a part is searched whole, which is as right and only slower
 _SECONDS_PER_CELL = 4e-9  # measured time of a node, divided by the sum of the section sizes
@@ -67,7 +67,7 @@ def tree_search(best: Placement, deadline: float, goal: int) -> Placement:
 
     while best.peak > max(goal, infeasible + 1) and time.monotonic() + one_descent < deadline:
         lower_than_best(0.0, nodes)
-        while any(lower_than_best(step, max(nodes // 8, least_nodes)) for step in _STEPS):
+        while any(lower_than_best(step, max(nodes // 4, least_nodes)) for step in _STEPS):
             pass
         nodes *= 3
     if best.peak == infeasible + 1:
