@@ -1,0 +1,35 @@
+"""The command `memo-hf`: finds the subcommands and hands over to one. Each is a module of `memo_hf.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+
+from memo_hf import commands
+from memo_hf.errors import MemoError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, with every module of `memo_hf.commands` as a subcommand."""
+    parser = argparse.ArgumentParser(prog="memo-hf", description="Long-context training: plan a run before it starts.")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for found in sorted(pkgutil.iter_modules(commands.__path__), key=lambda module: module.name):
+        module = importlib.import_module(f"memo_hf.commands.{found.name}")
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `memo-hf` with `argv`, by default the process's; returns the exit code (2 for a mistake in the arguments)."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except MemoError as error:
+        print(f"memo-hf {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""`memo-hf place`: what it prints and writes, its exit codes, and that it starts without torch."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from memo_hf.cli import main
+from memo_hf.planner.problem import read_placement
+from memo_hf.planner.verify import verify
+
+BUFFERS = "id,lower,upper,size\na,0,4,4\nb,2,6,2\nc,4,8,4\n"
+TRACE = "op,id,size,phase,stream,thread\nmalloc,0,600,forward 0,0,0\nfree,0,0,forward 0,0,0\n"
+
+
+@pytest.fixture
+def instance(tmp_path):
+    path = tmp_path / "step.csv"
+    path.write_text(BUFFERS)
+    return path
+
+
+def test_writes_a_plan(instance, tmp_path, capsys):
+    output = tmp_path / "plan.csv"
+    assert main(["place", str(instance), "--output", str(output)]) == 0
+    assert verify(read_placement(output), capacity=6).peak == 6
+    printed = capsys.readouterr().out
+    assert "peak         6 bytes" in printed
+    assert "proved optimal" in printed
+
+
+def test_capacity_decides_the_exit_code(instance, tmp_path, capsys):
+    assert main(["place", str(instance), "--capacity", "6"]) == 0
+    output = tmp_path / "plan.csv"
+    assert main(["place", str(instance), "--capacity", "5B", "--output", str(output)]) == 1
+    assert "NOT within the capacity of 5 bytes: the best peak found is 6" in capsys.readouterr().out
+    assert verify(read_placement(output)).peak == 6
+
+
+def test_plans_a_trace(instance, capsys):
+    instance.write_text(TRACE)
+    assert main(["place", str(instance)]) == 0
+    printed = capsys.readouterr().out
+    assert "peak         1,024 bytes" in printed
+    assert "would reserve about 2,097,152 bytes" in printed
+
+
+def test_plans_a_snapshot(tmp_path, capsys):
+    path = tmp_path / "snapshot.pickle"
+    history = [{"action": "alloc", "addr": 0, "size": 512, "stream": 0}]
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [history]}))
+    assert main(["place", "--snapshot", str(path), "--method", "greedy"]) == 0
+    assert "peak         512 bytes" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    assert main(["place", str(tmp_path / "missing.csv")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("memo-hf place: ") and error.count("\n") == 1
+
+
+def test_plot(instance, tmp_path):
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "map.png"
+    assert main(["place", str(instance), "--plot", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_starts_without_torch_and_heavy_libraries():
+    code = (
+        "import sys; from memo_hf.cli import build_parser; build_parser()\n"
+        "heavy = {'torch', 'numpy', 'pulp', 'highspy', 'matplotlib', 'ortools', 'omnimalloc'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "from memo_hf.planner.placement import place; import memo_hf.planner.bilevel, memo_hf.planner.snapshot\n"
+        "heavy = {'torch', 'pulp', 'matplotlib', 'ortools', 'omnimalloc'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
