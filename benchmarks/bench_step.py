@@ -18,6 +18,7 @@ import contextlib
 import csv
 import datetime
 import gc
+import os
 import platform
 import statistics
 import time
@@ -197,25 +198,25 @@ def main() -> None:
             + " | ".join("" if c is None else f"{c:{f}}" for c, f in zip(cells, formats, strict=True))
             + " |"
         )
-        rows.append({**describe(arguments, what, device), "alternative": name, **row})
+        run = dict(tokens=arguments.tokens, layers=arguments.layers, what=what, repeats=arguments.repeats)
+        rows.append({**describe(device), **run, "alternative": name, **row})
     write(arguments.output, rows)
 
 
-def describe(arguments, what: str, device: torch.device) -> dict:
+def describe(device: torch.device) -> dict:
+    """Date, hardware and versions, for every result that is kept."""
     hardware = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     )
     return {
         "date": datetime.date.today().isoformat(),
-        "hardware": f"{hardware}, {torch.get_num_threads()} threads",
+        "hardware": hardware,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
         "memo_hf": memo_hf.__version__,
-        "tokens": arguments.tokens,
-        "layers": arguments.layers,
-        "what": what,
-        "repeats": arguments.repeats,
     }
 
 
