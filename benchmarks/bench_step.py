@@ -113,8 +113,7 @@ ALTERNATIVES = {
 def step(model, ids, decoder_only: bool) -> None:
     """One forward and backward pass; gradients are left for the caller to clear."""
     if decoder_only:
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        hidden.backward(torch.full_like(hidden, 1e-3))
+        model.model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
     else:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 

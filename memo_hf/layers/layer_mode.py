@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memo_hf.layers.call import LayerCall
 from memo_hf.layers.roles import Whole, playing
-from memo_hf.layers.step import LayerRecord, Step
+from memo_hf.layers.step import WHOLE, LayerRecord, Step
 
 
 class WholeLayer:
@@ -53,12 +53,13 @@ class _InputSaves:
     def _pack(self, tensor: Tensor):
         if tensor.untyped_storage()._cdata != self._hidden:
             return tensor
-        return self._record.group.put(tensor)
+        return self._record.group.put(tensor, turn=WHOLE)
 
     def _unpack(self, packed):
         if isinstance(packed, Tensor):
             return packed
-        self._record.begin_backward()
+        self._record.begin_finish()
         tensor = packed.get()
+        self._record.begin_project()
         self._record.end_backward()
         return tensor

@@ -16,6 +16,10 @@ from memo_hf.layers.documents import Documents
 from memo_hf.swap import SwapEngine, SwapGroup
 
 
+# When backward fetches what a layer has swapped, in the order in which there is room for it: see `LayerRecord`.
+CHUNKS, WHOLE, ATTENTION = 0, 1, 2
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """How token mode runs in one forward pass.
@@ -90,11 +94,19 @@ class LayerRecord:
     previous: LayerRecord | None
     rebuilt: list[torch.Tensor] = field(default_factory=list)
 
-    def begin_backward(self) -> None:
-        """Fetch this layer's activations where that has not begun, and start on those of the layer before it."""
+    def begin_finish(self) -> None:
+        """Backward of finish begins: it needs all that is not yet under way, and attend comes next."""
         self.group.prefetch()
+
+    def begin_attend(self) -> None:
+        """Backward of attend begins, the longest work: beside it comes what the layer before has swapped in chunks."""
         if self.previous is not None:
-            self.previous.group.prefetch()
+            self.previous.group.prefetch(turn=CHUNKS)
+
+    def begin_project(self) -> None:
+        """Backward of project begins. Now that attend's tensors are gone there is room for the layer before."""
+        if self.previous is not None:
+            self.previous.group.prefetch(turn=WHOLE)
 
     def end_backward(self) -> None:
         """Drop what was fetched or rebuilt; the host copies live as long as the graph does."""

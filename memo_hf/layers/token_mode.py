@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo_hf.layers.call import LayerCall, tensors_in
 from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
-from memo_hf.layers.step import LayerRecord, Step
+from memo_hf.layers.step import ATTENTION, WHOLE, LayerRecord, Step
 from memo_hf.layers.tokenwise import Node, cut_into_chunks
 
 
@@ -83,6 +83,8 @@ class TokenLayer:
             group=record.group,
             constants=constants,
             passes_input=hidden.requires_grad,
+            turn=WHOLE,
+            before_backward=record.begin_project,
             after_backward=record.end_backward,
         )
         finish = Node(
@@ -92,7 +94,9 @@ class TokenLayer:
             chunks=chunks,
             group=record.group,
             constants=constants,
-            before_backward=record.begin_backward,
+            turn=WHOLE,
+            before_backward=record.begin_finish,
+            after_backward=record.begin_attend,
         )
         query, key, value, *passed = project.apply(hidden)
         attended_bytes = query.nbytes // query.shape[-1] * value.shape[-1]
@@ -193,7 +197,7 @@ class _AttentionSaves:
         if tensor.untyped_storage()._cdata in self._stay or tensor.numel() == 0:
             return tensor
         rebuilt = self._rebuilder and self._rebuilder.view_of(tensor)
-        return rebuilt or self._group.put(tensor)
+        return rebuilt or self._group.put(tensor, turn=ATTENTION)
 
     @staticmethod
     def _unpack(packed):

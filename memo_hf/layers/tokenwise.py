@@ -118,6 +118,7 @@ class Node:
     `run(inputs, start, stop)` takes the inputs' tokens [start, stop) and returns a tuple of tensors; dimension 1 of
     every input and output counts tokens. `parameters` are the trainable ones it may use and `frozen` the others, as
     (module, name). `constants` are tensors that outlive the step anyway (buffers, cos and sin) and are never swapped.
+    `turn` is when backward fetches the inputs, among the rest of the group.
     """
 
     run: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
@@ -127,6 +128,7 @@ class Node:
     group: SwapGroup
     constants: list[Tensor] = field(default_factory=list)
     passes_input: bool = False
+    turn: int = 0
     before_backward: Callable[[], None] = lambda: None
     after_backward: Callable[[], None] = lambda: None
     # Filled in by forward, emptied by backward.
@@ -187,7 +189,7 @@ class _Tokenwise(torch.autograd.Function):
         device, num_tokens = inputs[0].device, inputs[0].shape[1]
         ctx.node, ctx.needs_grad = node, [tensor.requires_grad for tensor in inputs]
         node.autocast = AutocastState(device.type)
-        node.handles = [node.group.put(tensor) for tensor in inputs]
+        node.handles = [node.group.put(tensor, turn=node.turn) for tensor in inputs]
         saved_tensors = _SavedTensors(node)
         whole, random_state = None, None
         for chunk in node.chunks:

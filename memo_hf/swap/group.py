@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 class Stored:
     """The bytes of one storage: on the host, on the device, or both. Lives as long as a handle does."""
 
-    __slots__ = ("__weakref__", "_retired", "block", "device", "fetch", "nbytes", "offload")
+    __slots__ = ("__weakref__", "_retired", "block", "device", "fetch", "nbytes", "offload", "turn")
 
     def __init__(self, block: Block, offload: Copy, retired: deque):
         self.block, self.nbytes, self.offload, self._retired = block, block.nbytes, offload, retired
         self.fetch: Copy | None = None  # the last one
         self.device: Tensor | None = None  # flat uint8; handles hand out views of it
+        self.turn: int | None = None  # the lowest of all puts of it
 
     def __del__(self):
         self._retired.append((self.block, [copy for copy in (self.offload, self.fetch) if copy is not None]))
@@ -54,12 +55,15 @@ class SwapGroup:
         self._by_key: dict[tuple, weakref.ref[Stored]] = {}
         self._stored: list[weakref.ref[Stored]] = []
 
-    def put(self, tensor: Tensor) -> Handle:
+    def put(self, tensor: Tensor, *, turn: int = 0) -> Handle:
         """Start to copy the storage of `tensor` to the host, once per group, and return what gets it back.
 
         A tensor that reads less than half of a storage which this group does not hold is copied to a dense one first,
         so that the rest does not move with it: `get` then returns it with offset 0 and dense strides. Kept on the
         device: everything where `keep` is set, tensors of another device, subclasses, and tensors without elements.
+
+        Args:
+            turn: parts of a group that backward wants at different times may be fetched apart, by this number.
 
         Raises:
             MemoError: the group is sealed, the engine is closed, or an earlier copy failed.
@@ -81,8 +85,10 @@ class SwapGroup:
                 # Not the same storage any more, so writes to the original do not matter and are not watched.
                 part_key = (*identity, View.of(tensor))
                 stored = self._find(part_key) or self._offload(part_key, dense_part(tensor))
+                stored.turn = turn if stored.turn is None else min(turn, stored.turn)
                 return Handle(engine, self.label, stored=stored, view=dense_view(tensor))
             stored = stored or self._offload((*identity, None), tensor)
+            stored.turn = turn if stored.turn is None else min(turn, stored.turn)
             watch = VersionWatch(memoryless_alias(tensor))
             return Handle(engine, self.label, stored=stored, view=View.of(tensor), watch=watch)
 
@@ -92,14 +98,19 @@ class SwapGroup:
             self._sealed = True
             self._by_key.clear()
 
-    def prefetch(self) -> None:
-        """Start to bring back everything that handles still want, last put first, as backward will ask for it."""
+    def prefetch(self, *, turn: int | None = None) -> None:
+        """Start to bring back what handles still want, last put first, as backward will ask for it.
+
+        Args:
+            turn: only what was put with this turn.
+        """
         engine = self._engine
         with engine._lock:
             engine._require_open()
             engine._reap()
             for stored in self._live():
-                engine._start_fetch(stored)
+                if turn is None or stored.turn == turn:
+                    engine._start_fetch(stored)
 
     def release(self) -> None:
         """Let go of the device copies. The host copies stay as long as their handles, and can be fetched again."""
