@@ -1,0 +1,48 @@
+"""Solves a PuLP model: HiGHS where it is installed, CBC otherwise. Called by the planner's models; knows none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pulp
+
+from memo_hf.errors import PlanError
+
+
+def solve(problem: pulp.LpProblem, *, time_limit_seconds: float = 10.0) -> bool:
+    """Solve `problem` in place, to proved optimality.
+
+    Returns:
+        True when the variables hold a proved optimum, False when the problem is infeasible.
+
+    Raises:
+        PlanError: the solver stopped for another reason, such as the time limit.
+    """
+    if "HiGHS" in pulp.listSolvers(onlyAvailable=True):
+        solver = pulp.HiGHS(msg=False, gapRel=0.0, timeLimit=time_limit_seconds, threads=1)
+    else:
+        solver = pulp.PULP_CBC_CMD(msg=False, gapRel=0.0, timeLimit=time_limit_seconds)
+    with _stdout_to_stderr():
+        problem.solve(solver)
+    # LpStatus calls an incumbent at the time limit "Optimal" too; sol_status tells them apart.
+    if problem.sol_status == pulp.LpSolutionOptimal:
+        return True
+    if problem.status in (pulp.LpStatusInfeasible, pulp.LpStatusUndefined):
+        return False
+    raise PlanError(
+        f"{problem.name}: the solver stopped with status {pulp.LpStatus[problem.status]!r} within {time_limit_seconds} s;"
+        " give the machine more time or set swap_fraction by hand"
+    )
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr():
+    """HiGHS prints its banner straight to file descriptor 1, where `--json` output must stay clean."""
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
