@@ -23,7 +23,7 @@ def solve(problem: pulp.LpProblem, *, time_limit_seconds: float = 10.0) -> bool:
         solver = pulp.HiGHS(msg=False, gapRel=0.0, timeLimit=time_limit_seconds, threads=1)
     else:
         solver = pulp.PULP_CBC_CMD(msg=False, gapRel=0.0, timeLimit=time_limit_seconds)
-    with _stdout_to_stderr():
+    with _silent_stdout():
         problem.solve(solver)
     # LpStatus calls an incumbent at the time limit "Optimal" too; sol_status tells them apart.
     if problem.sol_status == pulp.LpSolutionOptimal:
@@ -37,12 +37,13 @@ def solve(problem: pulp.LpProblem, *, time_limit_seconds: float = 10.0) -> bool:
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr():
-    """HiGHS prints its banner straight to file descriptor 1, where `--json` output must stay clean."""
-    saved = os.dup(1)
-    os.dup2(2, 1)
+def _silent_stdout():
+    """HiGHS prints its banner straight to file descriptor 1, whatever it is told, and `--json` output must stay clean."""
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     try:
         yield
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+        os.close(nowhere)

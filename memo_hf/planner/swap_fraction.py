@@ -140,6 +140,11 @@ def solve_swap_plan(
     )
 
 
+def is_feasible(layers, budgets: Budgets, *, swap_fraction: float | None = None, qkv: str | None = None) -> bool:
+    """Whether any plan fits both memories; arguments as for `solve_swap_plan`."""
+    return _solve(tuple(layers), budgets, swap_fraction, qkv) is not None
+
+
 def _solve(layers, budgets, swap_fraction, qkv) -> tuple[str, tuple[KindPlan, ...]] | None:
     """The best (qkv, kinds), or None when nothing fits."""
     # Bytes and seconds are scaled to about one a layer: the solver's tolerances are absolute.
