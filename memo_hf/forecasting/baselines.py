@@ -53,7 +53,7 @@ def baseline(setup: Setup, strategy: Strategy) -> BaselineForecast:
     waiting = {"h of waiting layers": 0.0, "o of waiting layers": 0.0}
     host, seconds = 0.0, rest_seconds(setup)
     for kind in kinds:
-        of, time = layer_bytes(setup, kind), layer_seconds(setup, kind)
+        of, time = layer_bytes(setup, kind), layer_seconds(setup, kind, chunked=False)
         forward = time.project_forward + time.attend_forward + time.finish_forward
         again = forward - (time.attend_forward if strategy.keeps_output else 0.0)
         backward = time.project_backward + time.attend_backward + time.finish_backward

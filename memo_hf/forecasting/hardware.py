@@ -27,6 +27,7 @@ class Device:
         memory_bytes_per_second: achieved bandwidth of element-wise kernels.
         link_bytes_per_second: to and from host memory, each way, while every device of the node copies.
         peer_bytes_per_second: between the devices of a node, each way.
+        chunk_seconds: what launching one chunk of project or finish takes at least.
         flash_workspace: the attention's backward holds an fp32 sum of dq, and with grouped keys full-width dk and dv.
         host_bytes_per_device: host memory that a node offers for each of its devices, where none is given.
     """
@@ -41,6 +42,7 @@ class Device:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     peer_bytes_per_second: float
+    chunk_seconds: float = 1e-3
     flash_workspace: bool = True
     host_bytes_per_device: float = 128 * GIB
 
@@ -73,7 +75,9 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         Device(
-            name="a800", memory_bytes=79.3 * GIB, memory_bytes_per_second=1.6e12, link_bytes_per_second=12.5e9,
+            # The matrix products of the paper's runs have the exchange of tensor parallelism in them.
+            name="a800", memory_bytes=79.3 * GIB, gemm_efficiency=0.53, memory_bytes_per_second=1.6e12,
+            link_bytes_per_second=12.5e9,
             peer_bytes_per_second=160e9, host_bytes_per_device=256 * GIB, **_AMPERE,
         ),
         Device(
@@ -105,9 +109,9 @@ DEVICES: dict[str, Device] = {
 
 
 def this_cpu(memory_bytes: float) -> Device:
-    """This machine's CPU as the device, from its number of cores.
+    """This machine's CPU as the device, from its number of cores and what a server's core does in fp32, roughly.
 
-    Measured on two cores of a server in fp32: about 60 GFLOP/s of matrix products each, and copies at 6 GB/s.
+    CPUs differ more than GPUs do: calibrate on one measured length before trusting seconds (`speed.calibrate`).
 
     Args:
         memory_bytes: memory that the "device" half of a run may take.
@@ -120,7 +124,8 @@ def this_cpu(memory_bytes: float) -> Device:
         flops=80e9 * cores,
         gemm_efficiency=0.75,
         attention_forward_efficiency=0.5,
-        attention_backward_efficiency=0.5,
+        attention_backward_efficiency=0.7,
+        chunk_seconds=5e-4,
         memory_bytes_per_second=4e9 * cores,
         link_bytes_per_second=6e9,
         peer_bytes_per_second=3e9,

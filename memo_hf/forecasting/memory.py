@@ -236,9 +236,8 @@ def loss_parts(setup: Setup) -> dict[str, float]:
     at_once = min(tokens, LOSS_CHUNK_TOKENS) if setup.chunked_loss else tokens
     logits = at_once * model.vocab * (e + 3 * _FP32)
     head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0
-    # The last layer's output, the final norm's output, its gradient, and the copy that an RMS norm makes.
-    copy = tokens * model.hidden * _FP32 if model.rms_norm and e < _FP32 else 0
-    return {"loss": 3 * hidden + copy + logits + head}
+    # The last layer's output, the final norm's output and the gradient of that; the norm works in chunks.
+    return {"loss": 3 * hidden + logits + head}
 
 
 def whole_layer_moment(

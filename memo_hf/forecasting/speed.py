@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memo_hf.forecasting.hardware import Device
 from memo_hf.forecasting.memory import layer_bytes
 from memo_hf.forecasting.setup import OPTIMIZERS, Setup
 from memo_hf.forecasting.shapes import LayerKind
@@ -41,8 +42,8 @@ def attention_flops(setup: Setup, kind: LayerKind) -> float:
     return 4.0 * setup.batch * pairs * setup.model.query_width / setup.sequence_parallel
 
 
-def layer_seconds(setup: Setup, kind: LayerKind) -> LayerSeconds:
-    """Predicted seconds of a layer of `kind`."""
+def layer_seconds(setup: Setup, kind: LayerKind, *, chunked: bool = True) -> LayerSeconds:
+    """Predicted seconds of a layer of `kind`; `chunked` counts what launching each chunk takes at least."""
     device, model, tokens = setup.device, setup.model, setup.local_tokens
     of = layer_bytes(setup, kind)
     gemm = device.flops * device.gemm_efficiency
@@ -54,7 +55,8 @@ def layer_seconds(setup: Setup, kind: LayerKind) -> LayerSeconds:
     flops = attention_flops(setup, kind)
     exchange = _exchange_seconds(setup, of)
     wait = _weights_seconds(setup, kind)
-    project_forward, finish_forward = project + move_project, finish + move_finish
+    least = setup.device.chunk_seconds * -(-tokens // setup.chunk) if chunked else 0.0
+    project_forward, finish_forward = max(least, project + move_project), max(least, finish + move_finish)
     attend_forward = flops / (device.flops * device.attention_forward_efficiency) + exchange
     attend_backward = 2.5 * flops / (device.flops * device.attention_backward_efficiency) + 2 * exchange
     # Weights travel beside the computation; what it does not hide is waited for.
@@ -63,9 +65,9 @@ def layer_seconds(setup: Setup, kind: LayerKind) -> LayerSeconds:
         project_forward=project_forward,
         attend_forward=attend_forward + late,
         finish_forward=finish_forward,
-        project_backward=weight_gradient * project + 2 * move_project,
+        project_backward=max(least, weight_gradient * project + 2 * move_project),
         attend_backward=attend_backward + late,
-        finish_backward=weight_gradient * finish + 2 * move_finish,
+        finish_backward=max(least, weight_gradient * finish + 2 * move_finish),
     )
 
 
@@ -116,3 +118,30 @@ def model_flops(setup: Setup) -> float:
 def mfu(setup: Setup, step_seconds: float) -> float:
     """Model FLOPs utilisation by `MFU_CONVENTION`."""
     return model_flops(setup) / setup.sequence_parallel / setup.device.flops / step_seconds
+
+
+def calibrate(setup: Setup, measured: LayerSeconds) -> Device:
+    """The device of `setup` with its rates set so that a layer of the first kind takes what was measured.
+
+    One factor for project and finish, forward and backward together, and one for each direction of attention.
+
+    Args:
+        setup: of the run that was measured; another length may then be forecast with the device returned.
+        measured: seconds of one layer's parts, backward without recompute.
+    """
+    device = setup.device
+    predicted = layer_seconds(setup, setup.model.kinds(0)[0], chunked=False)
+
+    def total(seconds: LayerSeconds) -> float:
+        return seconds.project_forward + seconds.finish_forward + seconds.project_backward + seconds.finish_backward
+
+    tokens = total(predicted) / total(measured)
+    return device.with_rates(
+        gemm_efficiency=device.gemm_efficiency * tokens,
+        memory_bytes_per_second=device.memory_bytes_per_second * tokens,
+        attention_forward_efficiency=device.attention_forward_efficiency
+        * (predicted.attend_forward / measured.attend_forward),
+        attention_backward_efficiency=device.attention_backward_efficiency
+        * (predicted.attend_backward / measured.attend_backward),
+        chunk_seconds=0.0,
+    )
