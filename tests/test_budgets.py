@@ -70,6 +70,7 @@ def test_version_one(tmp_path):
 
 
 def test_budget_is_shared_by_the_ranks_and_less_what_others_take(tmp_path):
+    # cases 93, 94
     root = machine(tmp_path, 64, cgroup2(40 * GIB, 0))
     assert host_budget_bytes(local_ranks=4, other_bytes=4 * GIB, root=root) == 8 * GIB
     assert host_budget_bytes(20 * GIB, local_ranks=4, other_bytes=4 * GIB, root=root) == 4 * GIB

@@ -150,6 +150,12 @@ def test_limit_link():
     assert 0 < plan.swap_fraction < 1
 
 
+def test_a_link_that_is_three_times_slower_lowers_the_fraction():
+    # cases 14, 15
+    fast, slow = (solve_swap_plan([layer()], budgets(host_bytes=math.inf, to_host_bytes_per_second=r)) for r in (2.4e9, 0.8e9))
+    assert slow.swap_fraction < fast.swap_fraction < 1
+
+
 def test_limit_link_where_even_h_and_o_are_exposed():
     """Short sequence, slow link: exposed copies are weighed against recomputing attention."""
     costs = layer(attend_forward_seconds=0.2, attend_backward_seconds=0.5)
@@ -180,7 +186,7 @@ def test_no_limit():
 
 
 def test_host_too_small_for_h_and_o_recomputes_attention_in_some_layers():
-    # case 12: the host budget bounds what is swapped
+    # case 93
     plan = solve_swap_plan([layer()], budgets(host_bytes=45 * GIB))
     assert plan.num_input_only == 15 and plan.num_swapped == 15
     assert plan.swap_fraction == pytest.approx(0, abs=1e-9)
@@ -194,6 +200,7 @@ def test_small_keys_are_swapped_large_queries_rebuilt():
 
 
 def test_activation_checkpointing_is_kept_where_it_is_as_fast():
+    # case 95
     costs = layer(attend_forward_seconds=0.0, attend_backward_seconds=0.0)
     slow = budgets(to_host_bytes_per_second=0.5e9, to_device_bytes_per_second=0.5e9)
     plan = solve_swap_plan([costs], slow, checkpoint_device_bytes=30 * GIB)
