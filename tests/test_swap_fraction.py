@@ -152,7 +152,9 @@ def test_limit_link():
 
 def test_a_link_that_is_three_times_slower_lowers_the_fraction():
     # cases 14, 15
-    fast, slow = (solve_swap_plan([layer()], budgets(host_bytes=math.inf, to_host_bytes_per_second=r)) for r in (2.4e9, 0.8e9))
+    fast, slow = (
+        solve_swap_plan([layer()], budgets(host_bytes=math.inf, to_host_bytes_per_second=r)) for r in (2.4e9, 0.8e9)
+    )
     assert slow.swap_fraction < fast.swap_fraction < 1
 
 

@@ -18,7 +18,7 @@ def add_parser(subparsers):
     parser = subparsers.add_parser(
         "plan",
         help="forecast memory and time of a run before it starts",
-        description="Forecast a run: whether it fits, the swap fraction, device and host memory by part, seconds per step.",
+        description="Forecast a run: whether it fits, the swap fraction, device and host memory by part, step time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,6 +48,7 @@ def add_parser(subparsers):
     add("--swap-fraction", type=float, default=None, help="by hand instead of solved")
     add("--qkv", choices=["swap", "rebuild"], default=None, help="by hand instead of chosen")
     add("--full-logits", action="store_true", help="the loss is not chunked")
+    add("--gradient-accumulation", action="store_true", help="gradients of earlier passes are held during forward")
     add(
         "--find",
         choices=["max-seq-len", "min-gpus"],
@@ -129,6 +130,7 @@ def _setup(args):
         swap_fraction=args.swap_fraction,
         qkv=args.qkv,
         chunked_loss=not args.full_logits,
+        gradient_accumulation=args.gradient_accumulation,
     )
 
 
@@ -151,8 +153,8 @@ def _text(setup, forecast) -> str:
 
     trained = "full fine-tuning" if setup.training.is_full else f"LoRA of rank {setup.training.lora_rank}"
     head = (
-        f"{setup.model.name} ({setup.model.num_parameters / 1e9:.2f} B parameters), {trained}, {setup.seq_len:,} tokens x"
-        f" {setup.batch}, {setup.gpus} x {setup.device.name} (sequence over {setup.sequence_parallel}, weights over"
+        f"{setup.model.name} ({setup.model.num_parameters / 1e9:.2f} B parameters), {trained}, {setup.seq_len:,} tokens"
+        f" x {setup.batch}, {setup.gpus} x {setup.device.name} (sequence over {setup.sequence_parallel}, weights over"
         f" {setup.shards})"
     )
     where = f"{forecast.num_swapped} layers swapped, {forecast.num_kept} kept on the device"
@@ -174,8 +176,8 @@ def _text(setup, forecast) -> str:
     ]
     lines += [f"  {name:<22}{format_bytes(value):>12}" for name, value in forecast.device_peak_by_part.items()]
     lines.append(
-        f"host            {format_bytes(forecast.host_bytes_per_rank)} a rank, {format_bytes(forecast.host_bytes_per_node)}"
-        f" of {format_bytes(forecast.host_budget_bytes_per_node)} a node"
+        f"host            {format_bytes(forecast.host_bytes_per_rank)} a rank,"
+        f" {format_bytes(forecast.host_bytes_per_node)} of {format_bytes(forecast.host_budget_bytes_per_node)} a node"
     )
     lines += [f"to change       {advice}" for advice in forecast.advice]
     return "\n".join(lines)

@@ -150,7 +150,7 @@ def _mlp(shape: ModelShape, kind: LayerKind, training: Training) -> tuple[int, i
     e, hidden = training.element_bytes, shape.hidden
     if kind.is_moe:
         top, width = shape.experts_per_token, shape.expert_intermediate
-        # Gathered inputs and expert outputs, the fused gate and up, silu, product; the weights and indices of the routes.
+        # Gathered inputs and expert outputs, the fused gate and up, silu, product; the routes' weights and indices.
         routed = top * (2 * e * hidden + 4 * e * width + e + 4 * 8)
         router = _FP32 * shape.num_experts
         saved = routed + router + (e * hidden if training.is_full else 0)

@@ -56,6 +56,7 @@ def make_setup(
     swap_fraction: float | None = None,
     qkv: str | None = None,
     chunked_loss: bool = True,
+    gradient_accumulation: bool = False,
 ) -> Setup:
     """A `Setup` from what people write.
 
@@ -64,12 +65,13 @@ def make_setup(
         train: "full" or "lora", with `lora_rank` and `lora_targets` ("all-linear" or names with commas).
         dtype: "bfloat16" (the default on GPUs), "float16" or "float32" (the default on a CPU).
         master_weights: fp32 master weights beside 16-bit ones.
-        optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd"; it and the weights live on the "device" or the "host".
+        optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd"; it and the weights live on "device" or "host".
         gpus, sequence_parallel, shards: all GPUs, how many share a sequence, how many share the weights (default: all).
         device: a name of the table, "cpu" for this machine's, or a `Device`; the next three replace its numbers.
         device_memory: bytes. flops: dense peak per second. link_bandwidth: bytes per second and device, each way.
         host_memory: of one node. Default: the device's usual host, or what this machine has free for "cpu".
         chunk_size, unswapped_layers, swap_fraction, qkv, chunked_loss: as in `MemoConfig`.
+        gradient_accumulation: whether gradients of earlier passes are held during forward.
 
     Raises:
         ConfigError: a value is wrong or contradicts another.
@@ -116,6 +118,7 @@ def make_setup(
         chunk_tokens=chunk_size,
         num_kept=unswapped_layers,
         chunked_loss=chunked_loss,
+        accumulates=gradient_accumulation,
         host_bytes=host_bytes,
         swap_fraction=swap_fraction,
         qkv=qkv,

@@ -1,4 +1,4 @@
-"""What a user would otherwise pick, forecast by the same bytes and seconds as memo_hf. Called by `forecast` and `--compare`."""
+"""What a user would otherwise pick, forecast by the same bytes and seconds. Called by `forecast` and `compare`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Strategy:
         keeps_output: attention outputs stay on the device and attention is not recomputed.
         tiled_mlp: the MLP works in chunks.
         fused: Liger's kernels.
+        reentrant: torch's reentrant checkpoint, which holds the recomputed output while it runs backward.
     """
 
     name: str
@@ -25,12 +26,13 @@ class Strategy:
     keeps_output: bool = False
     tiled_mlp: bool = False
     fused: bool = False
+    reentrant: bool = False
 
 
 CHECKPOINTING = Strategy(name="activation checkpointing")
 OFFLOAD = Strategy(name="activation checkpointing, offloaded", offloads=True)
 SELECTIVE = Strategy(name="selective checkpointing (attention kept)", keeps_output=True)
-ALST = Strategy(name="tiled MLP with offload (ALST)", offloads=True, tiled_mlp=True, fused=True)
+ALST = Strategy(name="tiled MLP with offload (ALST)", offloads=True, tiled_mlp=True, fused=True, reentrant=True)
 STRATEGIES = (CHECKPOINTING, OFFLOAD, SELECTIVE, ALST)
 
 
@@ -65,7 +67,9 @@ def baseline(setup: Setup, strategy: Strategy) -> BaselineForecast:
             waiting["h of waiting layers"] += kind.num_layers * of.input
         if strategy.keeps_output:
             waiting["o of waiting layers"] += kind.num_layers * (of.output + of.logsumexp)
-    moments = [loss_parts(setup)]
+    # The inputs of all layers wait when backward begins and there are no gradients yet; at its end it is the reverse.
+    before, after = {**static_parts(setup, False), **waiting}, static_parts(setup)
+    moments = [{**before, **loss_parts(setup)}]
     for kind in kinds:
         moment = whole_layer_moment(
             setup,
@@ -76,9 +80,11 @@ def baseline(setup: Setup, strategy: Strategy) -> BaselineForecast:
             fused=strategy.fused,
             keeps_output=strategy.keeps_output,
         ).parts
+        if strategy.reentrant:
+            moment = {**moment, "recomputed output": layer_bytes(setup, kind).input}
         # Without offload the layer at work has its input among those that wait.
-        moments.append(moment if strategy.offloads else {**moment, "h": 0.0})
-    parts = {**static_parts(setup), **waiting, **max(moments, key=lambda m: sum(m.values()))}
+        moments += [{**before, **moment, "h": moment["h"] if strategy.offloads else 0.0}, {**after, **moment}]
+    parts = max(moments, key=lambda m: sum(m.values()))
     peak = sum(parts.values())
     host_budget = setup.host_bytes / setup.local_ranks - host_state_bytes(setup)
     return BaselineForecast(

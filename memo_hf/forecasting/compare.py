@@ -51,7 +51,8 @@ def paper_memo(setup: Setup) -> dict:
             of.output + of.qkv + of.input + of.workspace,
         )
         peak = max(peak, 2 * skeletal + transient)
-    peak = sum(static_parts(setup).values()) + max(peak, sum(loss_parts(setup).values()))
+    before, after = (sum(static_parts(setup, has).values()) for has in (False, True))
+    peak = max(after + peak, before + sum(loss_parts(setup).values()))
     fits = peak <= setup.device.budget_bytes and chosen.fits and chosen.num_input_only == 0
     return _row("MEMO (paper)", fits, peak, chosen.host_bytes_per_rank, chosen.step_seconds, chosen.mfu)
 

@@ -51,8 +51,8 @@ def min_gpus(setup: Setup) -> Setup:
         gpus *= 2
     raise ConfigError(
         f"{setup.model.name} at {setup.seq_len} tokens fits on no number of GPUs up to {_MOST_GPUS}: its"
-        f" {setup.model.heads} attention heads bound how many ranks can share a sequence; use a shorter sequence or more"
-        " host memory per node"
+        f" {setup.model.heads} attention heads bound how many ranks can share a sequence; use a shorter sequence or"
+        " more host memory per node"
     )
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from memo_hf.errors import DeviceMemoryError, HostMemoryError
 from memo_hf.forecasting.baselines import CHECKPOINTING, BaselineForecast, baseline
-from memo_hf.forecasting.memory import Moment, host_state_bytes, layer_bytes, layer_moments, static_parts
+from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, layer_moments, static_parts
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import MFU_CONVENTION, layer_seconds, mfu, rest_seconds
 from memo_hf.planner.layer_costs import Budgets, KindPlan, LayerCosts, predict
 from memo_hf.planner.swap_fraction import SwapPlan, is_feasible, solve_swap_plan
+from memo_hf.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Forecast:
         strategy: "memo", or "checkpoint" where activation checkpointing is predicted to be as fast.
         swap_fraction, qkv, num_swapped, num_input_only, num_kept: the plan (see `SwapPlan`).
         device_peak_bytes: of one device; `device_peak_by_part` says of what, `device_peak_moment` when.
-        host_bytes_per_rank, host_bytes_per_node: swapped activations, and weights and optimizer where they are offloaded.
+        host_bytes_per_rank, host_bytes_per_node: swapped activations, and offloaded weights and optimizer.
         step_seconds, exposed_seconds: of a step, and of it waiting for copies.
         tokens_per_second, mfu: of the whole run; `mfu_convention` says how FLOPs are counted.
         binding_limit: in words, what keeps the step from being shorter, or the run from fitting.
@@ -62,7 +63,6 @@ class Forecast:
 
 def layer_costs(setup: Setup) -> list[LayerCosts]:
     """What the planner needs to know of each kind of layer."""
-    static = sum(static_parts(setup).values())
     costs = []
     for kind in setup.model.kinds(setup.num_kept):
         of, time = layer_bytes(setup, kind), layer_seconds(setup, kind)
@@ -81,7 +81,7 @@ def layer_costs(setup: Setup) -> list[LayerCosts]:
                 output_bytes=of.output + of.logsumexp,
                 qkv_bytes=of.qkv,
                 others_bytes=of.others,
-                device_peaks=tuple(moment.as_peak(static) for moment in layer_moments(setup, kind)),
+                device_peaks=tuple(moment.as_peak(setup) for moment in layer_moments(setup, kind)),
             )
         )
     return costs
@@ -100,9 +100,17 @@ def budgets(setup: Setup) -> Budgets:
 
 def fits(setup: Setup) -> bool:
     """Whether any plan fits both memories, activation checkpointing included."""
-    if is_feasible(layer_costs(setup), budgets(setup), swap_fraction=setup.swap_fraction, qkv=setup.qkv):
-        return setup.host_bytes / setup.local_ranks >= host_state_bytes(setup)
-    return setup.swap_fraction is None and baseline(setup, CHECKPOINTING).fits
+    return _fitting(setup) is not None or (setup.swap_fraction is None and baseline(setup, CHECKPOINTING).fits)
+
+
+def _fitting(setup: Setup) -> Setup | None:
+    """`setup`, or else `setup` without layers that stay on the device; None where neither fits."""
+    if setup.host_bytes / setup.local_ranks < host_state_bytes(setup):
+        return None
+    for candidate in (setup, setup.replace(num_kept=0)):
+        if is_feasible(layer_costs(candidate), budgets(candidate), swap_fraction=setup.swap_fraction, qkv=setup.qkv):
+            return candidate
+    return None
 
 
 def forecast_setup(setup: Setup, advise=None) -> Forecast:
@@ -111,12 +119,16 @@ def forecast_setup(setup: Setup, advise=None) -> Forecast:
     Args:
         advise: called with a setup that does not fit; returns sentences on what to change.
     """
+    setup = _fitting(setup) or setup
     layers, limits = layer_costs(setup), budgets(setup)
     stock = baseline(setup, CHECKPOINTING)
     stock_peak = stock.device_peak_bytes if stock.fits else None
     try:
         if setup.host_bytes / setup.local_ranks < host_state_bytes(setup):
-            raise HostMemoryError("host memory: offloaded weights and optimizer alone do not fit")
+            raise HostMemoryError(
+                f"offloaded weights and optimizer alone need {format_bytes(host_state_bytes(setup))} of host memory on"
+                f" each rank and the budget is {format_bytes(setup.host_bytes / setup.local_ranks)}"
+            )
         plan = solve_swap_plan(
             layers,
             limits,
@@ -190,14 +202,15 @@ def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fit
 
 def _peak_parts(setup: Setup, plan: SwapPlan) -> tuple[str, dict[str, float]]:
     """When the device holds the most under `plan`, and what it holds then, by part."""
-    worst: tuple[float, Moment | None, dict] = (-1.0, None, {})
+    worst: tuple[float, str, dict] = (-1.0, "", {})
     for kind, chosen in zip(setup.model.kinds(setup.num_kept), plan.kinds, strict=True):
         present = [(plan.qkv, chosen.swap_fraction)] if chosen.num_swapped else []
         present += [("input", 0.0)] if chosen.num_input_only else []
         present += [(plan.qkv, chosen.kept_fraction)] if chosen.num_kept else []
         for moment in layer_moments(setup, kind):
             for treatment, fraction in present:
-                parts = moment.at(fraction)
-                if moment.treatment == treatment and sum(parts.values()) > worst[0]:
-                    worst = (sum(parts.values()), moment, parts)
-    return worst[1].when, {**static_parts(setup), **worst[2]}
+                if moment.treatment != treatment:
+                    continue
+                parts = {**static_parts(setup, moment.has_gradients), **moment.at(fraction)}
+                worst = max(worst, (sum(parts.values()), moment.when, parts), key=lambda found: found[0])
+    return worst[1], worst[2]

@@ -1,7 +1,7 @@
 """Devices in numbers: memory, arithmetic, bandwidths. Called by `memory`, `speed` and the command line.
 
-Peaks are the vendors' dense figures. The achieved fractions are assumptions, calibrated on published runs (docs/forecast.md
-says which); `Device.with_rates` replaces them by measured ones.
+Peaks are the vendors' dense figures. The achieved fractions are assumptions, calibrated on published runs (which ones,
+docs/forecast.md says); `Device.with_rates` replaces them by measured ones.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ _HOPPER = {
     "flops": 989e12,
     "link_bytes_per_second": 45e9,
     "peer_bytes_per_second": 360e9,
+    "host_bytes_per_device": 240 * GIB,
 }
 DEVICES: dict[str, Device] = {
     device.name: device
@@ -89,10 +90,10 @@ DEVICES: dict[str, Device] = {
             peer_bytes_per_second=240e9, **_AMPERE,
         ),
         Device(
-            name="h100", memory_bytes=79.2 * GIB, memory_bytes_per_second=2.7e12, host_bytes_per_device=240 * GIB, **_HOPPER
+            name="h100", memory_bytes=79.2 * GIB, memory_bytes_per_second=2.7e12, **_HOPPER,
         ),
         Device(
-            name="h200", memory_bytes=139.8 * GIB, memory_bytes_per_second=3.9e12, host_bytes_per_device=240 * GIB, **_HOPPER
+            name="h200", memory_bytes=139.8 * GIB, memory_bytes_per_second=3.9e12, **_HOPPER,
         ),
         Device(
             name="b200", memory_bytes=178.4 * GIB, flops=2250e12, attention_forward_efficiency=0.50,
@@ -100,9 +101,10 @@ DEVICES: dict[str, Device] = {
             peer_bytes_per_second=720e9, host_bytes_per_device=256 * GIB,
         ),
         Device(
-            name="4090", memory_bytes=23.5 * GIB, reserve_bytes=1 * GIB, flops=165e12, attention_forward_efficiency=0.80,
-            attention_backward_efficiency=0.70, memory_bytes_per_second=0.85e12, link_bytes_per_second=20e9,
-            peer_bytes_per_second=20e9, host_bytes_per_device=64 * GIB,
+            name="4090", memory_bytes=23.5 * GIB, reserve_bytes=1 * GIB, flops=165e12,
+            attention_forward_efficiency=0.80, attention_backward_efficiency=0.70,
+            memory_bytes_per_second=0.85e12, link_bytes_per_second=20e9, peer_bytes_per_second=20e9,
+            host_bytes_per_device=64 * GIB,
         ),
     )
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Bytes of a run, on the device moment by moment and on the host. Called by `forecast` and `baselines`.
 
-A `Moment` is a point of the step at which the device may hold the most; its parts have names, so that a peak can be told
-apart. What a layer at work holds follows the engine: project and finish go chunk by chunk, attention over all tokens.
+A `Moment` is a point of the step at which the device may hold the most; its parts have names, so that a peak says what
+it is made of. What a layer holds follows the engine: project and finish go chunk by chunk, attention over all tokens.
 """
 
 from __future__ import annotations
@@ -20,29 +20,34 @@ LOSS_CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes held at one point: `parts` whatever the fraction, `per_fraction` at fraction 1, both by name."""
+    """Bytes held at one point: `parts` whatever the fraction, `per_fraction` at fraction 1, both by name.
+
+    `has_gradients` is False before backward, unless gradients are accumulated over several passes.
+    """
 
     when: str
     treatment: str
     parts: dict[str, float]
     per_fraction: dict[str, float]
+    has_gradients: bool = True
 
     def at(self, fraction: float) -> dict[str, float]:
         """Bytes by part at a swap fraction."""
         names = [*self.parts, *(name for name in self.per_fraction if name not in self.parts)]
         return {n: self.parts.get(n, 0.0) + fraction * self.per_fraction.get(n, 0.0) for n in names}
 
-    def as_peak(self, static_bytes: float) -> DevicePeak:
+    def as_peak(self, setup: Setup) -> DevicePeak:
+        """For the planner: all that the device holds at this moment."""
         return DevicePeak(
             when=self.when,
             treatment=self.treatment,
-            fixed_bytes=static_bytes + sum(self.parts.values()),
+            fixed_bytes=sum(static_parts(setup, self.has_gradients).values()) + sum(self.parts.values()),
             bytes_per_fraction=sum(self.per_fraction.values()),
         )
 
 
-def static_parts(setup: Setup) -> dict[str, float]:
-    """Device bytes that are there during the whole step: weights, gradients, optimizer, gathered weights."""
+def static_parts(setup: Setup, has_gradients: bool = True) -> dict[str, float]:
+    """Device bytes that do not grow with the sequence: weights, gathered weights, gradients, optimizer."""
     model, e = setup.model, setup.training.element_bytes
     trained = _trained_parameters(setup)
     element = e if setup.training.is_full else setup.training.adapter_bytes
@@ -53,7 +58,7 @@ def static_parts(setup: Setup) -> dict[str, float]:
         layer = max(model.layer_parameters(kind) for kind in model.kinds(0))
         head = 0 if model.tied else model.vocab * model.hidden
         gathered = e * (2 * layer + model.embedding_parameters + head)
-    gradients = element * trained / setup.shards
+    gradients = element * trained / setup.shards if has_gradients or setup.accumulates else 0.0
     optimizer = _optimizer_bytes(setup) / setup.shards
     on_device = setup.weights_device == "device"
     return {
@@ -91,7 +96,7 @@ def _optimizer_bytes(setup: Setup) -> float:
 
 
 def kv_copies(setup: Setup) -> float:
-    """How often each key and value head is held over the ranks of a sequence: more than once where there are fewer heads."""
+    """How many ranks of a sequence hold each key and value head: several where there are fewer heads than ranks."""
     return max(1.0, setup.sequence_parallel / setup.model.kv_heads)
 
 
@@ -172,6 +177,7 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
             "chunks": chunk * of.tokens.finish,
         },
         per_fraction=active,
+        has_gradients=False,
     )
     finish = Moment(
         when="backward of finish",
@@ -226,6 +232,7 @@ def _loss_moment(setup: Setup, kind: LayerKind, treatment: str) -> Moment:
         treatment=treatment,
         parts={"kept layers": kind.num_kept * whole, **loss_parts(setup)},
         per_fraction={"kept layers": kind.num_kept * of.others},
+        has_gradients=False,
     )
 
 

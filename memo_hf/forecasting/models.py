@@ -1,6 +1,7 @@
 """Configurations of well-known models, and the reading of a `config.json`. Called by the forecast; knows no torch.
 
-The four GPT models are the paper's (table 2). The others are the fields of the published `config.json` that decide sizes.
+The four GPT models are the paper's (table 2). The others are those fields of the published `config.json` that decide
+sizes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ SHIPPED: dict[str, dict] = {
     "llama-3.1-8b": _llama_like("llama", 32, 4096, 14336, 32, 8, 128, 128256),
     "llama-3.1-70b": _llama_like("llama", 80, 8192, 28672, 64, 8, 128, 128256),
     "qwen3-0.6b": _llama_like("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
+    "qwen3-4b": _llama_like("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, tied=True),
     "qwen3-8b": _llama_like("qwen3", 36, 4096, 12288, 32, 8, 128, 151936),
     "qwen3-32b": _llama_like("qwen3", 64, 5120, 25600, 64, 8, 128, 151936),
     "qwen3-30b-a3b": _llama_like(

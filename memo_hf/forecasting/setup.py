@@ -1,4 +1,4 @@
-"""`Setup`: everything that decides a run, in one frozen object. Read by `memory`, `speed`, `baselines` and `forecast`."""
+"""`Setup`: everything that decides a run, in one frozen object. Read by the rest of the forecast; computes nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from memo_hf.errors import ConfigError
 from memo_hf.forecasting.activations import Training
 from memo_hf.forecasting.hardware import Device
 from memo_hf.forecasting.shapes import ModelShape
+from memo_hf.planner.chunks import default_chunk_tokens
 
 # Bytes of optimizer state per trained parameter, beside the fp32 master weights.
 OPTIMIZERS = {"adamw": 8, "adamw-8bit": 2, "sgd-momentum": 4, "sgd": 0}
@@ -22,13 +23,14 @@ class Setup:
     Attributes:
         seq_len, batch: tokens of a sequence, and sequences, that one data-parallel group works on at once.
         training: full or LoRA, element size.
-        master_weights: fp32 weights beside the 16-bit ones, as FSDP's mixed precision, DeepSpeed and Megatron keep them.
+        master_weights: fp32 weights beside the 16-bit ones, as FSDP, DeepSpeed and Megatron keep them.
         optimizer: a name in `OPTIMIZERS`; `optimizer_device` and `weights_device` are "device" or "host".
         gpus: of the run; `sequence_parallel` of them share a sequence (Ulysses), `shards` share weights, gradients and
             optimizer (FSDP, ZeRO-3). The rest is data parallel.
         chunk_tokens: tokens that project and finish work on at once; None: `default_chunk_tokens`.
-        num_kept: the last layers, whose activations stay on the device.
+        num_kept: the last layers, whose activations stay on the device; none where that is what it takes to fit.
         chunked_loss: the logits never exist in full.
+        accumulates: gradients of earlier passes are there during forward (gradient accumulation).
         host_bytes: host memory of one node for activations, and for optimizer and weights where they are kept there.
         swap_fraction, qkv: by hand, or None.
         device: the device.
@@ -50,6 +52,7 @@ class Setup:
     chunk_tokens: int | None = None
     num_kept: int = 2
     chunked_loss: bool = True
+    accumulates: bool = False
     host_bytes: float = 0.0
     swap_fraction: float | None = None
     qkv: str | None = None
@@ -64,7 +67,8 @@ class Setup:
                 raise ConfigError(f"{name} is {getattr(self, name)}, which does not divide the {self.gpus} GPUs")
         if self.model.heads % self.sequence_parallel:
             raise ConfigError(
-                f"sequence_parallel is {self.sequence_parallel}, which does not divide the {self.model.heads} attention heads"
+                f"sequence_parallel is {self.sequence_parallel}, which does not divide the {self.model.heads} attention"
+                " heads"
             )
         if self.seq_len < self.sequence_parallel:
             raise ConfigError(
@@ -112,11 +116,3 @@ class Setup:
             "down_proj": model.hidden + model.intermediate,
         }
         return model.num_layers * rank * sum(widths[name] for name in self.training.lora_targets)
-
-
-def default_chunk_tokens(num_tokens: int) -> int:
-    """Tokens per chunk where none are set: enough to fill the device, few enough for the transients to stay small.
-
-    An eighth of the tokens, between 2,048 and 16,384, in steps of 256.
-    """
-    return max(2048, min(16384, -(-num_tokens // 8 // 256) * 256))

@@ -25,6 +25,9 @@ _UNDESCRIBED = {
     "mamba_d_state": "state-space layers",
     "encoder_layers": "an encoder",
 }
+_UNKNOWN_BYTES = (
+    "whose bytes the forecast does not describe; train without one, since the first step is measured anyway"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,7 @@ class ModelShape:
         config = config.get("text_config", config)
         for key, what in _UNDESCRIBED.items():
             if config.get(key):
-                raise ConfigError(f"model {name!r} has {what} ({key}), whose bytes the forecast does not describe; train it"
-                                  " without a forecast: the first step is measured anyway")  # fmt: skip
+                raise ConfigError(f"model {name!r} has {what} ({key}), {_UNKNOWN_BYTES}")
 
         def get(field):
             for key in _NAMES[field]:
@@ -200,7 +202,6 @@ def _windows(name: str, config: dict, layers: int) -> tuple[int | None, ...]:
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != layers:
         raise ConfigError(
-            f"model {name!r} has layer_types {unknown or len(types)}, which the forecast does not describe; train it without"
-            " a forecast: the first step is measured anyway"
+            f"model {name!r} has layer_types {unknown or len(types)} in {layers} layers, {_UNKNOWN_BYTES}"
         )
     return tuple(window if t == "sliding_attention" else None for t in types)

@@ -14,7 +14,7 @@ from memo_hf.forecasting.setup import OPTIMIZERS, Setup
 from memo_hf.forecasting.shapes import LayerKind
 
 MFU_CONVENTION = (
-    "model FLOPs only: 6 per token and parameter of the matrices with the head (4 where they are frozen), causal attention"
+    "model FLOPs only: 6 per token and parameter of the matrices with the head (4 where frozen), causal attention"
     " counted half (6 * layers * width * length per token), no recompute; over the dense peak of all devices"
 )
 # Element-wise kernels: bytes moved per byte that a layer saves, reading what the last one wrote.

@@ -1,7 +1,7 @@
 """How much memory there is: the host's, by cgroup and machine, and what a rank may take of it.
 
-Called by the session before it plans and by the command line. All paths hang below a root, so that a test, or a user who
-wonders, can point it at files of their own. Knows no torch: free device memory is handed in.
+Called by the session before it plans and by the command line. All paths hang below a root, so that a test can point it
+at files of its own. Knows no torch: free device memory is handed in.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def host_budget_bytes(
     if left <= 0:
         raise HostMemoryError(
             f"no host memory is left for activations: {format_bytes(total)} may be used ({source}) and"
-            f" {format_bytes(other_bytes)} are declared for others; move the optimizer to the device or use a larger host"
+            f" {format_bytes(other_bytes)} are declared for others; move the optimizer to the device or use a larger"
+            " host"
         )
     return left // local_ranks
 

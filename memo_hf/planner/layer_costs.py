@@ -187,10 +187,10 @@ def predict(layers, budgets: Budgets, qkv: str, kinds, rest_seconds: float = 0.0
 
 
 def kept_recompute_seconds(costs: LayerCosts, fraction: float) -> float:
-    """Backward's recompute of a kept layer, which has its q, k, v at hand; all of it where the layer is not token-wise."""
+    """Backward's recompute of a kept layer, which has its q, k, v at hand; of all of it where it is not token-wise."""
     return (1 - fraction) * costs.recompute_seconds if costs.token_wise else costs.forward_seconds
 
 
 def checkpoint_seconds(layers, rest_seconds: float = 0.0) -> float:
-    """Seconds of a step with stock activation checkpointing: every layer's forward runs twice, and nothing is copied."""
+    """Seconds of a step of stock activation checkpointing: every layer's forward runs twice, nothing is copied."""
     return rest_seconds + sum(c.num_layers * (2 * c.forward_seconds + c.backward_seconds) for c in layers)

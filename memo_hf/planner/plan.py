@@ -1,7 +1,7 @@
-"""Plans that outlive a step: kept per shape, made for new lengths from what was measured once, saved as JSON and reused.
+"""Plans that outlive a step: kept per shape, made for new lengths from one measurement, saved as JSON and reused.
 
-Called by the session. A saved book carries a fingerprint of the model, the settings, the versions and the hardware; where
-one field differs it is refused by name, never adapted. Knows no torch: the session fills in the fingerprint.
+Called by the session. A saved book carries a fingerprint of the model, the settings, the versions and the hardware;
+where one field differs it is refused by name, never adapted. Knows no torch: the session fills in the fingerprint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Shape:
     seq_len: int
 
     def bucket(self) -> Shape:
-        """The shape whose plan this one uses: `seq_len` rounded up by at most an eighth, so that the plan is never short
-        of memory."""
+        """The shape whose plan this one uses: `seq_len` rounded up, so that no memory falls short."""
         step = max(_SMALLEST, 2 ** (max(1, self.seq_len - 1).bit_length() - 1) // _PARTS)
         return Shape(self.batch, math.ceil(self.seq_len / step) * step)
 

@@ -1,4 +1,4 @@
-"""Solves a PuLP model: HiGHS where it is installed, CBC otherwise. Called by the planner's models; knows none of them."""
+"""Solves a PuLP model: HiGHS where it is installed, CBC otherwise. Called by the planner; knows none of its models."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def solve(problem: pulp.LpProblem, *, time_limit_seconds: float = 10.0) -> bool:
     if problem.status in (pulp.LpStatusInfeasible, pulp.LpStatusUndefined):
         return False
     raise PlanError(
-        f"{problem.name}: the solver stopped with status {pulp.LpStatus[problem.status]!r} within {time_limit_seconds} s;"
-        " give the machine more time or set swap_fraction by hand"
+        f"{problem.name}: the solver stopped with status {pulp.LpStatus[problem.status]!r} within"
+        f" {time_limit_seconds} s; give the machine more time or set swap_fraction by hand"
     )
 
 
 @contextlib.contextmanager
 def _silent_stdout():
-    """HiGHS prints its banner straight to file descriptor 1, whatever it is told, and `--json` output must stay clean."""
+    """HiGHS prints its banner to file descriptor 1, whatever it is told, and `--json` output must stay clean."""
     saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:

@@ -1,14 +1,12 @@
-"""The swap fraction, solved: the paper's linear program (section 4.1) and what it leaves open. Called by the session with
-measured costs and by the forecast with predicted ones; knows neither a model nor torch.
+"""The swap fraction, solved: the paper's linear program (section 4.1) and what it leaves open.
+
+Called by the session with measured costs and by the forecast with predicted ones; knows neither a model nor torch.
 
 The paper maximises alpha while copies hide behind one layer's forward and the host holds what the layers send. Here the
 predicted step is minimised, which gives the same alpha wherever copying a token costs more link time than recomputing
 it costs compute, and also settles what the paper does not say: layers whose h and o do not fit the host send h alone
 and recompute attention; q, k, v are swapped or rebuilt, whichever is cheaper; exposed copies are weighed against
 recompute; the device's memory is a limit too; and where activation checkpointing is as fast, it is kept.
-
-The program stays linear because a kind's swapped layers are counted in *layers' worth of tokens*: with n swapped layers
-at fraction alpha, A = n * alpha is a variable of its own, and `max(compute, copy)` over n equal layers is linear in (n, A).
 """
 
 from __future__ import annotations
@@ -17,14 +15,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import pulp
-
-from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
+from memo_hf.errors import DeviceMemoryError, HostMemoryError
 from memo_hf.planner.layer_costs import Budgets, KindPlan, Prediction, checkpoint_seconds, predict
-from memo_hf.planner.solver import solve
+from memo_hf.planner.program import solve_program
 from memo_hf.units import format_bytes
-
-_TREATMENTS = ("swap", "rebuild")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +85,7 @@ def solve_swap_plan(
         HostMemoryError, DeviceMemoryError: no choice fits; the message says what is missing and what to do.
     """
     layers = tuple(layers)
-    choice = _solve(layers, budgets, swap_fraction, qkv)
+    choice = solve_program(layers, budgets, swap_fraction=swap_fraction, qkv=qkv)
     if choice is None:
         raise _shortage(layers, budgets, swap_fraction, qkv)
     mode, kinds = choice
@@ -110,7 +104,7 @@ def solve_swap_plan(
             strategy="checkpoint",
             swap_fraction=0.0,
             qkv=mode,
-            kinds=tuple(_kind_plan(c, 0, 0.0, num_kept=c.num_layers) for c in layers),
+            kinds=tuple(_all_kept(c) for c in layers),
             step_seconds=stock_seconds,
             exposed_seconds=0.0,
             checkpoint_seconds=stock_seconds,
@@ -142,116 +136,11 @@ def solve_swap_plan(
 
 def is_feasible(layers, budgets: Budgets, *, swap_fraction: float | None = None, qkv: str | None = None) -> bool:
     """Whether any plan fits both memories; arguments as for `solve_swap_plan`."""
-    return _solve(tuple(layers), budgets, swap_fraction, qkv) is not None
+    return solve_program(tuple(layers), budgets, swap_fraction=swap_fraction, qkv=qkv) is not None
 
 
-def _solve(layers, budgets, swap_fraction, qkv) -> tuple[str, tuple[KindPlan, ...]] | None:
-    """The best (qkv, kinds), or None when nothing fits."""
-    # Bytes and seconds are scaled to about one a layer: the solver's tolerances are absolute.
-    byte = 1.0 / (max(c.whole_bytes("swap") + c.others_bytes for c in layers) or 1.0)
-    second = 1.0 / (max(c.forward_seconds + c.backward_seconds for c in layers) or 1.0)
-    out_rate = budgets.to_host_bytes_per_second * byte / second
-    back_rate = budgets.to_device_bytes_per_second * byte / second
-    problem = pulp.LpProblem("swap_fraction", pulp.LpMinimize)
-    swap_qkv = problem.add_variable("swap_qkv", cat="Binary")
-    if qkv is not None:
-        problem += swap_qkv == (qkv == "swap")
-    times, host, counts = [], [], []
-    for index, costs in enumerate(layers):
-        movable = costs.num_movable
-        mean = problem.add_variable(f"mean_fraction_{index}", 0, 1)
-        input_only = problem.add_variable(f"input_only_{index}", 0, movable, cat="Integer")
-        swapped = {t: problem.add_variable(f"{t}_{index}", 0, movable, cat="Integer") for t in _TREATMENTS}
-        tokens = {t: problem.add_variable(f"{t}_tokens_{index}", 0, movable) for t in _TREATMENTS}
-        counts.append((mean, swapped, tokens))
-        problem += input_only + pulp.lpSum(swapped.values()) == movable
-        problem += pulp.lpSum(tokens.values()) == movable * mean
-        problem += swapped["swap"] <= movable * swap_qkv
-        problem += swapped["rebuild"] <= movable - movable * swap_qkv
-        if not costs.token_wise:
-            problem += input_only == movable
-            problem += mean == 0
-        if swap_fraction is not None and costs.token_wise:
-            if movable == 0:
-                problem += mean == swap_fraction
-            for t in _TREATMENTS:
-                problem += tokens[t] == swap_fraction * swapped[t]
-        for t in _TREATMENTS:
-            problem += tokens[t] <= swapped[t]
-            sent = costs.whole_bytes(t) * byte * swapped[t] + costs.fraction_bytes(t) * byte * tokens[t]
-            host.append(sent)
-            compute = (costs.backward_seconds + costs.extra_seconds(t)) * second * swapped[t]
-            compute -= costs.extra_seconds(t) * second * tokens[t]
-            times.append(
-                _longer(problem, f"{t}_forward_{index}", costs.forward_seconds * second * swapped[t], sent, out_rate)
-            )
-            times.append(_longer(problem, f"{t}_backward_{index}", compute, sent, back_rate))
-        sent = costs.input_bytes * byte * input_only
-        host.append(sent)
-        forward, backward = costs.forward_seconds * second, (costs.forward_seconds + costs.backward_seconds) * second
-        times.append(_longer(problem, f"input_forward_{index}", forward * input_only, sent, out_rate))
-        times.append(_longer(problem, f"input_backward_{index}", backward * input_only, sent, back_rate))
-        if costs.token_wise:
-            times.append(-costs.num_kept * costs.recompute_seconds * second * mean)
-        _limit_device(problem, costs, budgets.device_bytes, byte, swap_qkv, mean, input_only, swapped, tokens)
-    if math.isfinite(budgets.host_bytes):
-        problem += pulp.lpSum(host) <= budgets.host_bytes * byte
-    problem.setObjective(pulp.lpSum(times))
-    if not solve(problem):
-        return None
-    kinds = tuple(_read(costs, *count) for costs, count in zip(layers, counts, strict=True))
-    return ("swap" if _value(swap_qkv, qkv != "rebuild") > 0.5 else "rebuild"), kinds
-
-
-def _longer(problem, name, compute, sent, rate):
-    """A variable that is at least `compute` and at least the time to copy `sent`."""
-    longer = problem.add_variable(name, 0)
-    problem += longer >= compute
-    if math.isfinite(rate):
-        problem += longer >= sent * (1.0 / rate)
-    return longer
-
-
-def _limit_device(problem, costs, device_bytes, byte, swap_qkv, mean, input_only, swapped, tokens):
-    """Each moment's bytes within the budget, for the layers that there are: n * (fixed - budget) + A * slope <= 0."""
-    if not math.isfinite(device_bytes):
-        return
-    for peak in costs.device_peaks:
-        spare, slope = (device_bytes - peak.fixed_bytes) * byte, peak.bytes_per_fraction * byte
-        if peak.treatment == "input":
-            if spare < 0:
-                problem += input_only == 0
-                if costs.num_kept and not costs.token_wise:
-                    problem += mean >= 1  # contradicts mean == 0: not even a kept layer of this kind fits
-            continue
-        problem += spare * swapped[peak.treatment] >= slope * tokens[peak.treatment]
-        if costs.num_kept and costs.token_wise:
-            unused = (1 - swap_qkv) if peak.treatment == "swap" else swap_qkv
-            problem += slope * mean <= spare + (slope + abs(spare)) * unused
-
-
-def _read(costs, mean, swapped, tokens) -> KindPlan:
-    number = sum(round(_value(v)) for v in swapped.values())
-    fraction = sum(_value(v) for v in tokens.values()) / number if number else 0.0
-    if costs.num_movable == 0 and costs.token_wise:
-        fraction = _value(mean)
-    return _kind_plan(costs, number, min(1.0, max(0.0, fraction)))
-
-
-def _value(variable, default: float = 0.0) -> float:
-    """PuLP gives no value to a variable that no constraint mentions."""
-    return default if variable.value() is None else variable.value()
-
-
-def _kind_plan(costs, num_swapped, fraction, num_kept=None) -> KindPlan:
-    kept = costs.num_kept if num_kept is None else num_kept
-    return KindPlan(
-        name=costs.name,
-        num_swapped=num_swapped,
-        num_input_only=costs.num_layers - kept - num_swapped,
-        num_kept=kept,
-        swap_fraction=fraction,
-    )
+def _all_kept(costs) -> KindPlan:
+    return KindPlan(name=costs.name, num_swapped=0, num_input_only=0, num_kept=costs.num_layers, swap_fraction=0.0)
 
 
 def _mean_fraction(kinds) -> float:
@@ -281,7 +170,7 @@ def _binding_limit(layers, budgets, prediction: Prediction, mode, kinds, qkv) ->
     here = predict(layers, budgets, mode, kinds).step_seconds
     gains = {}
     for name, lifted in _lifted(budgets).items():
-        choice = _solve(layers, lifted, None, qkv)
+        choice = solve_program(layers, lifted, qkv=qkv)
         gains[name] = here - predict(layers, lifted, *choice).step_seconds
     name = max(gains, key=gains.get)
     if gains[name] <= 1e-6 * here:
@@ -302,19 +191,22 @@ def _of(used: float, limit: float) -> str:
     return f"{used:.0f} of {limit:.0f} B"
 
 
-def _shortage(layers, budgets, swap_fraction, qkv) -> HostMemoryError | DeviceMemoryError | PlanError:
+def _shortage(layers, budgets, swap_fraction, qkv) -> HostMemoryError | DeviceMemoryError:
     """Which memory is short, by how much, and what to do."""
-    lifted = _lifted(budgets)
-    if _solve(layers, lifted["host memory"], swap_fraction, qkv) is not None:
-        least = sum(c.num_movable * c.input_bytes for c in layers)
+    unlimited = _lifted(budgets)["host memory"]
+    choice = solve_program(layers, unlimited, swap_fraction=swap_fraction, qkv=qkv, least_host=True)
+    if choice is not None:
+        least = predict(layers, budgets, *choice).host_bytes
         return HostMemoryError(
             f"swapped activations need at least {format_bytes(least)} of host memory on this rank and the budget is"
             f" {format_bytes(budgets.host_bytes)}; use a shorter sequence, more ranks over it, a larger"
             " host_memory, or fewer other users of the host (an offloaded optimizer)"
         )
-    peaks = [p.bytes_at(swap_fraction or 0.0) for c in layers for p in c.device_peaks]
+    peaks: dict[str, float] = {}
+    for peak in (peak for costs in layers for peak in costs.device_peaks):
+        peaks[peak.treatment] = max(peaks.get(peak.treatment, 0.0), peak.bytes_at(swap_fraction or 0.0))
     return DeviceMemoryError(
-        f"out of memory. The least that a step needs is about {format_bytes(min(peaks))} on the device and the budget is"
+        f"out of memory. A step needs at least {format_bytes(min(peaks.values()))} on the device and the budget is"
         f" {format_bytes(budgets.device_bytes)}; use a shorter sequence, more ranks over the sequence or the"
         " weights, an offloaded optimizer, LoRA, or a smaller chunk_size"
     )
