@@ -119,8 +119,13 @@ def _read(costs, mean, swapped, tokens) -> KindPlan:
         num_swapped=number,
         num_input_only=costs.num_movable - number,
         num_kept=costs.num_kept,
-        swap_fraction=min(1.0, max(0.0, fraction)),
+        swap_fraction=_snap(fraction),
     )
+
+
+def _snap(fraction: float) -> float:
+    """0 and 1 where the solver's rounding alone keeps the fraction from them."""
+    return float(round(fraction)) if abs(fraction - round(fraction)) < 1e-9 else fraction
 
 
 def _value(variable, default: float = 0.0) -> float:
