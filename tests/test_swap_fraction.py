@@ -1,6 +1,7 @@
 """The swap fraction: the paper's closed form, brute force, every limit, every error."""
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -100,34 +101,35 @@ def random_instance(rng):
 
 
 def every_choice(kinds, steps):
-    """All (qkv, kinds) with fractions in `steps` equal steps."""
-    per_kind = []
-    for costs in kinds:
-        numbers = range(costs.num_movable + 1) if costs.token_wise else [0]
-        per_kind.append(
-            [
-                KindPlan(
-                    name=costs.name,
-                    num_swapped=n,
-                    num_input_only=costs.num_movable - n,
-                    num_kept=costs.num_kept,
-                    swap_fraction=f / steps,
+    """All (qkv, kinds): every number of swapped layers, and mean fractions over all layers in `steps` equal steps."""
+    for mean in (step / steps for step in range(steps + 1)):
+        per_kind = []
+        for costs in kinds:
+            options = []
+            for number in range(costs.num_movable + 1) if costs.token_wise else [0]:
+                fraction = mean * costs.num_movable / number if number else (0 if costs.num_movable else mean)
+                fraction = fraction if costs.token_wise else 0
+                if fraction > 1 or (costs.token_wise and costs.num_movable and not number and mean):
+                    continue
+                options.append(
+                    KindPlan(
+                        name=costs.name,
+                        num_swapped=number,
+                        num_input_only=costs.num_movable - number,
+                        num_kept=costs.num_kept,
+                        swap_fraction=fraction,
+                    )
                 )
-                for n in numbers
-                for f in (range(steps + 1) if costs.token_wise and (n or not costs.num_movable) else [0])
-            ]
-        )
-    combinations = [(a,) for a in per_kind[0]]
-    for options in per_kind[1:]:
-        combinations = [(*c, o) for c in combinations for o in options]
-    return [(qkv, c) for qkv in ("swap", "rebuild") for c in combinations]
+            per_kind.append(options)
+        for qkv in ("swap", "rebuild"):
+            yield from ((qkv, choice) for choice in itertools.product(*per_kind))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_brute_force_never_beats_the_plan(seed):
     kinds, limits = random_instance(random.Random(seed))
     best = math.inf
-    for qkv, choice in every_choice(kinds, steps=20 if len(kinds) == 1 else 8):
+    for qkv, choice in every_choice(kinds, steps=24):
         priced = predict(kinds, limits, qkv, choice)
         if priced.host_bytes <= limits.host_bytes and priced.device_bytes <= limits.device_bytes:
             best = min(best, priced.step_seconds)

@@ -85,9 +85,9 @@ def token_bytes(shape: ModelShape, kind: LayerKind, training: Training) -> Token
     """Bytes per token of a layer of `kind`."""
     e, hidden = training.element_bytes, shape.hidden
     mlp, mlp_backward = _mlp(shape, kind, training)
-    project = _norm(shape, training, hidden, 1, is_first=True) + _inputs(
-        training, ("q_proj", "k_proj", "v_proj"), hidden
-    )
+    project = _inputs(training, ("q_proj", "k_proj", "v_proj"), hidden)
+    if training.is_full or kind.takes_gradient:
+        project += _norm(shape, training, hidden, 1, is_first=True)
     if shape.qk_norm:
         for heads in (shape.heads, shape.kv_heads):
             project += _norm(shape, training, heads * shape.head_dim, heads, is_first=False)

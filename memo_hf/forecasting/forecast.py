@@ -64,7 +64,7 @@ class Forecast:
 def layer_costs(setup: Setup) -> list[LayerCosts]:
     """What the planner needs to know of each kind of layer."""
     costs = []
-    for kind in setup.model.kinds(setup.num_kept):
+    for kind in setup.kinds:
         of, time = layer_bytes(setup, kind), layer_seconds(setup, kind)
         costs.append(
             LayerCosts(
@@ -203,7 +203,7 @@ def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fit
 def _peak_parts(setup: Setup, plan: SwapPlan) -> tuple[str, dict[str, float]]:
     """When the device holds the most under `plan`, and what it holds then, by part."""
     worst: tuple[float, str, dict] = (-1.0, "", {})
-    for kind, chosen in zip(setup.model.kinds(setup.num_kept), plan.kinds, strict=True):
+    for kind, chosen in zip(setup.kinds, plan.kinds, strict=True):
         present = [(plan.qkv, chosen.swap_fraction)] if chosen.num_swapped else []
         present += [("input", 0.0)] if chosen.num_input_only else []
         present += [(plan.qkv, chosen.kept_fraction)] if chosen.num_kept else []

@@ -150,7 +150,7 @@ def layer_moments(setup: Setup, kind: LayerKind) -> list[Moment]:
     return [
         moment
         for treatment in ("swap", "rebuild")
-        for moment in (*_token_moments(setup, kind, treatment), _loss_moment(setup, kind, treatment))
+        for moment in (*_token_moments(setup, kind, treatment), _loss_moment(setup, treatment))
     ] + [whole_layer_moment(setup, kind, treatment="input", next_input=True)]
 
 
@@ -223,15 +223,18 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
     return [forward, finish, attention, project]
 
 
-def _loss_moment(setup: Setup, kind: LayerKind, treatment: str) -> Moment:
+def _loss_moment(setup: Setup, treatment: str) -> Moment:
     """Between forward and backward: the kept layers' activations, the last hidden states and the logits."""
-    of = layer_bytes(setup, kind)
-    whole = of.input + of.output + of.logsumexp + of.qkv
+    whole = others = 0.0
+    for kind in setup.kinds:
+        of = layer_bytes(setup, kind)
+        whole += kind.num_kept * (of.input + of.output + of.logsumexp + of.qkv)
+        others += kind.num_kept * of.others
     return Moment(
         when="loss",
         treatment=treatment,
-        parts={"kept layers": kind.num_kept * whole, **loss_parts(setup)},
-        per_fraction={"kept layers": kind.num_kept * of.others},
+        parts={"kept layers": whole, **loss_parts(setup)},
+        per_fraction={"kept layers": others},
         has_gradients=False,
     )
 

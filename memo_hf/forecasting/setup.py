@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from memo_hf.errors import ConfigError
 from memo_hf.forecasting.activations import Training
 from memo_hf.forecasting.hardware import Device
-from memo_hf.forecasting.shapes import ModelShape
+from memo_hf.forecasting.shapes import LayerKind, ModelShape
 from memo_hf.planner.chunks import default_chunk_tokens
 
 # Bytes of optimizer state per trained parameter, beside the fp32 master weights.
@@ -86,6 +86,11 @@ class Setup:
 
     def replace(self, **changes) -> Setup:
         return dataclasses.replace(self, **changes)
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of layer, the kept ones marked."""
+        return self.model.kinds(self.num_kept, frozen_embedding=not self.training.is_full)
 
     @property
     def local_tokens(self) -> int:

@@ -37,6 +37,7 @@ class LayerKind:
     Attributes:
         num_layers, num_kept: how many, and how many of them are among the last, unswapped ones.
         is_moe: a mixture of experts instead of a dense MLP.
+        takes_gradient: its input needs a gradient; that of the first layer does not where the embedding is frozen.
         window: tokens that attention looks back, or None for all.
     """
 
@@ -45,6 +46,7 @@ class LayerKind:
     num_kept: int
     is_moe: bool
     window: int | None
+    takes_gradient: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,21 +135,25 @@ class ModelShape:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    def kinds(self, num_kept: int) -> list[LayerKind]:
-        """The kinds of layer, with the last `num_kept` layers marked."""
+    def kinds(self, num_kept: int, *, frozen_embedding: bool = False) -> list[LayerKind]:
+        """The kinds of layer, with the last `num_kept` layers marked; the first is apart with a frozen embedding."""
         groups: dict[tuple, list[int]] = {}
         for index in range(self.num_layers):
-            groups.setdefault((index in self.moe_layers, self.windows[index]), []).append(index)
+            takes_gradient = index > 0 or not frozen_embedding
+            groups.setdefault((index in self.moe_layers, self.windows[index], takes_gradient), []).append(index)
         first_kept = self.num_layers - min(num_kept, self.num_layers)
         return [
             LayerKind(
-                name=("moe" if is_moe else "dense") + ("" if window is None else f", window {window}"),
+                name=("moe" if is_moe else "dense")
+                + ("" if window is None else f", window {window}")
+                + ("" if takes_gradient else ", first"),
                 num_layers=len(indices),
                 num_kept=sum(index >= first_kept for index in indices),
                 is_moe=is_moe,
                 window=window,
+                takes_gradient=takes_gradient,
             )
-            for (is_moe, window), indices in groups.items()
+            for (is_moe, window, takes_gradient), indices in groups.items()
         ]
 
     # Parameters.

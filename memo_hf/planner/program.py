@@ -1,7 +1,7 @@
 """The linear program behind the swap fraction (the paper's section 4.1, extended). Called by `swap_fraction` alone.
 
 It stays linear because a kind's swapped layers are counted in layers' worth of tokens: with n swapped layers at
-fraction alpha, A = n * alpha is a variable of its own, and `max(compute, copy)` over n equal layers is linear in n and A.
+fraction alpha, A = n * alpha is a variable of its own, and `max(compute, copy)` over n equal layers is linear in both.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def solve_program(
     if qkv is not None:
         problem += swap_qkv == (qkv == "swap")
     times, host, counts = [], [], []
+    shared = None
     for index, costs in enumerate(layers):
         movable = costs.num_movable
         mean = problem.add_variable(f"mean_fraction_{index}", 0, 1)
@@ -50,6 +51,11 @@ def solve_program(
         if not costs.token_wise:
             problem += input_only == movable
             problem += mean == 0
+        if swap_fraction is None and costs.token_wise:
+            # One fraction for all kinds, as in the paper: it is the one dial that the layers have.
+            if shared is not None:
+                problem += mean == shared
+            shared = mean
         if swap_fraction is not None and costs.token_wise:
             if movable == 0:
                 problem += mean == swap_fraction
