@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, loss_parts, static_parts, whole_layer_moment
+from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, static_parts
+from memo_hf.forecasting.moments import loss_parts, whole_layer_moment
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import layer_seconds, mfu, rest_seconds
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memo_hf.forecasting.baselines import STRATEGIES, baseline
 from memo_hf.forecasting.forecast import Forecast, forecast_setup
-from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, loss_parts, static_parts
+from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, static_parts
+from memo_hf.forecasting.moments import loss_parts
 from memo_hf.forecasting.setup import Setup
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from memo_hf.errors import DeviceMemoryError, HostMemoryError
 from memo_hf.forecasting.baselines import CHECKPOINTING, BaselineForecast, baseline
-from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, layer_moments, static_parts
+from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, static_parts
+from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import MFU_CONVENTION, layer_seconds, mfu, rest_seconds
 from memo_hf.planner.layer_costs import Budgets, KindPlan, LayerCosts, predict

@@ -1,8 +1,4 @@
-"""Bytes of a run, on the device moment by moment and on the host. Called by `forecast` and `baselines`.
-
-A `Moment` is a point of the step at which the device may hold the most; its parts have names, so that a peak says what
-it is made of. What a layer holds follows the engine: project and finish go chunk by chunk, attention over all tokens.
-"""
+"""Bytes of a run whatever the moment: states, and what one layer makes. Called by `moments`, `speed` and `forecast`."""
 
 from __future__ import annotations
 
@@ -11,39 +7,8 @@ from dataclasses import dataclass
 from memo_hf.forecasting.activations import TokenBytes, token_bytes
 from memo_hf.forecasting.setup import OPTIMIZERS, Setup
 from memo_hf.forecasting.shapes import LayerKind
-from memo_hf.planner.layer_costs import DevicePeak
 
 _FP32 = 4
-# Tokens of the loss that have logits at once, and bytes per logit: 16-bit, fp32, its log-softmax and its gradient.
-LOSS_CHUNK_TOKENS = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """Bytes held at one point: `parts` whatever the fraction, `per_fraction` at fraction 1, both by name.
-
-    `has_gradients` is False before backward, unless gradients are accumulated over several passes.
-    """
-
-    when: str
-    treatment: str
-    parts: dict[str, float]
-    per_fraction: dict[str, float]
-    has_gradients: bool = True
-
-    def at(self, fraction: float) -> dict[str, float]:
-        """Bytes by part at a swap fraction."""
-        names = [*self.parts, *(name for name in self.per_fraction if name not in self.parts)]
-        return {n: self.parts.get(n, 0.0) + fraction * self.per_fraction.get(n, 0.0) for n in names}
-
-    def as_peak(self, setup: Setup) -> DevicePeak:
-        """For the planner: all that the device holds at this moment."""
-        return DevicePeak(
-            when=self.when,
-            treatment=self.treatment,
-            fixed_bytes=sum(static_parts(setup, self.has_gradients).values()) + sum(self.parts.values()),
-            bytes_per_fraction=sum(self.per_fraction.values()),
-        )
 
 
 def static_parts(setup: Setup, has_gradients: bool = True) -> dict[str, float]:
@@ -127,7 +92,7 @@ def layer_bytes(setup: Setup, kind: LayerKind) -> LayerBytes:
     """Bytes of a layer of `kind` for this rank's share of the batch."""
     per_token = token_bytes(setup.model, kind, setup.training)
     tokens = setup.local_tokens
-    workspace = 0.0
+    workspace = tokens * per_token.query  # the CPU's kernel lays the gradient of o out anew
     if setup.device.flash_workspace:
         workspace = tokens * setup.model.query_width * _FP32
         if setup.model.kv_heads < setup.model.heads:
@@ -143,158 +108,3 @@ def layer_bytes(setup: Setup, kind: LayerKind) -> LayerBytes:
         workspace=workspace,
         tokens=per_token,
     )
-
-
-def layer_moments(setup: Setup, kind: LayerKind) -> list[Moment]:
-    """The moments of layers of `kind` at which the device may hold the most, for every treatment."""
-    return [
-        moment
-        for treatment in ("swap", "rebuild")
-        for moment in (*_token_moments(setup, kind, treatment), _loss_moment(setup, treatment))
-    ] + [whole_layer_moment(setup, kind, treatment="input", next_input=True)]
-
-
-def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment]:
-    of = layer_bytes(setup, kind)
-    e, chunk = setup.training.element_bytes, setup.chunk
-    swapped = treatment == "swap"
-    # The neighbouring layer, on its way: to the host in forward, back in backward (a rounding buffer in the paper).
-    flight = of.input + of.output + of.logsumexp + (of.qkv if swapped else 0.0)
-    fraction = of.others + (0.0 if swapped else of.qkv)
-    transient = chunk * (of.tokens.finish + of.tokens.mlp_backward - of.tokens.mlp + 4 * of.tokens.input)
-    projecting = chunk * (of.tokens.project + 2 * of.tokens.qkv + 2 * of.tokens.input)
-    trained = setup.training.is_full
-    sums = _FP32 if trained and chunk < setup.local_tokens else (e if trained else 0)
-    active = {"in flight": fraction, "chunks": fraction}  # this layer's swapped tokens and the neighbour's
-    forward = Moment(
-        when="forward of a layer",
-        treatment=treatment,
-        parts={
-            "h": 2 * of.input,
-            "o": of.output + of.logsumexp,
-            "q, k, v": of.qkv,
-            "in flight": flight,
-            "chunks": chunk * of.tokens.finish,
-        },
-        per_fraction=active,
-        has_gradients=False,
-    )
-    finish = Moment(
-        when="backward of finish",
-        treatment=treatment,
-        parts={
-            "h": of.input,
-            "o": of.output + of.logsumexp,
-            "q, k, v": of.qkv if swapped else 0.0,
-            "activation gradients": 2 * of.input + of.output,
-            "in flight": flight,
-            "chunks": transient,
-            "gradient sums": sums * setup.model.finish_parameters(kind),
-        },
-        per_fraction=active,
-    )
-    attention = Moment(
-        when="backward of attention",
-        treatment=treatment,
-        parts={
-            "h": of.input,
-            "o": of.output + of.logsumexp,
-            "q, k, v": of.qkv,
-            "activation gradients": of.input + of.output + of.qkv,
-            "attention workspace": of.workspace,
-            "in flight": flight,
-        },
-        per_fraction=active,
-    )
-    project = Moment(
-        when="backward of project",
-        treatment=treatment,
-        parts={
-            "h": of.input,
-            "o": of.output + of.logsumexp,
-            "q, k, v": of.qkv,
-            "activation gradients": of.input + of.qkv,
-            "in flight": flight,
-            "chunks": projecting,
-            "gradient sums": sums * setup.model.project_parameters(),
-        },
-        per_fraction=active,
-    )
-    return [forward, finish, attention, project]
-
-
-def _loss_moment(setup: Setup, treatment: str) -> Moment:
-    """Between forward and backward: the kept layers' activations, the last hidden states and the logits."""
-    whole = others = 0.0
-    for kind in setup.kinds:
-        of = layer_bytes(setup, kind)
-        whole += kind.num_kept * (of.input + of.output + of.logsumexp + of.qkv)
-        others += kind.num_kept * of.others
-    return Moment(
-        when="loss",
-        treatment=treatment,
-        parts={"kept layers": whole, **loss_parts(setup)},
-        per_fraction={"kept layers": others},
-        has_gradients=False,
-    )
-
-
-def loss_parts(setup: Setup) -> dict[str, float]:
-    """What the final norm, the head and the loss hold, layers apart."""
-    model, e, tokens = setup.model, setup.training.element_bytes, setup.local_tokens
-    hidden = tokens * model.hidden * e
-    at_once = min(tokens, LOSS_CHUNK_TOKENS) if setup.chunked_loss else tokens
-    logits = at_once * model.vocab * (e + 3 * _FP32)
-    head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0
-    # The last layer's output, the final norm's output and the gradient of that; the norm works in chunks.
-    return {"loss": 3 * hidden + logits + head}
-
-
-def whole_layer_moment(
-    setup: Setup,
-    kind: LayerKind,
-    *,
-    treatment: str,
-    next_input: bool,
-    tiled_mlp: bool = False,
-    fused: bool = False,
-    keeps_output: bool = False,
-) -> Moment:
-    """A layer that is recomputed whole in backward (layer mode and the peers): everything it saves exists at once.
-
-    Args:
-        next_input: the next layer's input is being fetched meanwhile.
-        tiled_mlp: the MLP works in chunks (ALST).
-        fused: Liger's norm and MLP, which save neither fp32 copies nor silu(gate).
-        keeps_output: o is there already (selective checkpointing).
-    """
-    of = layer_bytes(setup, kind)
-    per, tokens, e = of.tokens, setup.local_tokens, setup.training.element_bytes
-    hidden = per.input
-    project, mlp_backward = per.project, per.mlp_backward
-    norm = per.finish - per.mlp
-    if fused:
-        width = setup.model.intermediate * e
-        project = hidden if setup.training.is_full else 0
-        norm = hidden
-        mlp_backward = hidden + 4 * width
-    at_work = setup.chunk if tiled_mlp else tokens
-    # A tiled MLP keeps its input and sums the gradient of it.
-    tiled = 2 * hidden * tokens if tiled_mlp else 0
-    base = {"h": of.input, "q, k, v": of.qkv, "o": of.output + of.logsumexp}
-    in_mlp = {
-        **base,
-        "activation gradients": of.input,
-        "layer recompute": tokens * (project + norm) + at_work * mlp_backward + tiled,
-    }
-    in_attention = {
-        **base,
-        "activation gradients": of.input + of.output + of.qkv,
-        "layer recompute": tokens * project,
-        "attention workspace": of.workspace,
-    }
-    worst = max((in_mlp, in_attention), key=lambda parts: sum(parts.values()))
-    if keeps_output:
-        worst = {**worst, "o": 0.0}
-    worst["in flight"] = of.input if next_input else 0.0
-    return Moment(when="backward of a layer recomputed whole", treatment=treatment, parts=worst, per_fraction={})
