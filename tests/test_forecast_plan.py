@@ -1,9 +1,9 @@
 """`memo-hf plan` and `memo_hf.forecast`: what they answer, how fast, and what they say where something is wrong."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -53,17 +53,15 @@ def test_answers_are_quick_and_need_no_torch(more, seconds):
         "import sys; from memo_hf.cli import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
     )
-    for _ in range(3):  # the machine may be busy: one of three
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", code, "plan", *HEADLINE, "--json", *more], capture_output=True, text=True, check=True
-        )
-        took = time.perf_counter() - start
-        json.loads(done.stdout)  # nothing else on stdout, the solver's banner neither
-        assert done.stderr == ""
-        if took < seconds:
-            return
-    raise AssertionError(f"took {took:.2f} s; the bar is {seconds} s")
+    # Processor time, since others may be using the machine; nothing here waits for anything.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", *HEADLINE, "--json", *more], capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    json.loads(done.stdout)  # nothing else on stdout, the solver's banner neither
+    assert done.stderr == ""
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
 
 
 def test_longest_sequence_is_where_fitting_ends():
