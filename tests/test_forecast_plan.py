@@ -125,7 +125,7 @@ def test_text_names_what_matters(capsys):
     for words in (
         "fits            yes",
         "binding limit   host memory",
-        "activation gradients",
+        "gathered weights",
         "MEMO (paper)",
         "a rank",
     ):
