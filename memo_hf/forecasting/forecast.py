@@ -109,7 +109,7 @@ def _fitting(setup: Setup) -> Setup | None:
     if setup.host_bytes / setup.local_ranks < host_state_bytes(setup):
         return None
     for candidate in (setup, setup.replace(num_kept=0)):
-        if is_feasible(layer_costs(candidate), budgets(candidate), swap_fraction=setup.swap_fraction, qkv=setup.qkv):
+        if is_feasible(layer_costs(candidate), budgets(candidate), swap_fraction=setup.set_fraction, qkv=setup.qkv):
             return candidate
     return None
 
@@ -134,7 +134,7 @@ def forecast_setup(setup: Setup, advise=None) -> Forecast:
             layers,
             limits,
             rest_seconds=rest_seconds(setup),
-            swap_fraction=setup.swap_fraction,
+            swap_fraction=setup.set_fraction,
             qkv=setup.qkv,
             checkpoint_device_bytes=stock_peak,
             checkpoint_step_seconds=stock.step_seconds,
@@ -147,7 +147,7 @@ def forecast_setup(setup: Setup, advise=None) -> Forecast:
 
 def _least_plan(setup: Setup, layers, limits: Budgets, why: str) -> SwapPlan:
     """The plan with the fewest bytes, for a run that does not fit: fraction 0, q, k, v rebuilt."""
-    fraction = setup.swap_fraction or 0.0
+    fraction = setup.set_fraction or 0.0
     qkv = setup.qkv or "rebuild"
     kinds = tuple(
         KindPlan(name=c.name, num_swapped=c.num_movable, num_input_only=0, num_kept=c.num_kept, swap_fraction=fraction)

@@ -76,8 +76,9 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
         **base,
         "q, k, v": of.qkv if swapped else 0.0,
         "activation gradients": 2 * of.input + of.output,
-        "gradient sums": sums * setup.model.finish_parameters(kind),
     }
+    # The first chunk, which is a swapped one if any is, has no sums beside it yet.
+    summed = {"gradient sums": sums * setup.model.finish_parameters(kind)}
 
     def moment(when: str, parts: dict[str, float], mine: float, has_gradients: bool = True) -> Moment:
         # This layer's swapped tokens, as far as they are still there, and the neighbour's.
@@ -92,7 +93,11 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
             has_gradients=False,
         ),
         moment("backward of finish, swapped chunk", {**finish, "chunks": gradient}, fraction),
-        moment("backward of finish, recomputed chunk", {**finish, "chunks": gradient + chunk * of.tokens.finish}, left),
+        moment(
+            "backward of finish, recomputed chunk",
+            {**finish, **summed, "chunks": gradient + chunk * of.tokens.finish},
+            left,
+        ),
         moment(
             "backward of attention",
             {

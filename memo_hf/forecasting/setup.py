@@ -98,6 +98,12 @@ class Setup:
         return -(-self.batch * self.seq_len // self.sequence_parallel)
 
     @property
+    def set_fraction(self) -> float | None:
+        """`swap_fraction` as the run rounds it, to whole tokens of a sequence on a rank; None where it is not set."""
+        tokens = max(1, self.seq_len // self.sequence_parallel)
+        return None if self.swap_fraction is None else round(self.swap_fraction * tokens) / tokens
+
+    @property
     def local_ranks(self) -> int:
         return min(self.gpus, self.gpus_per_node)
 

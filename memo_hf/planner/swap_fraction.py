@@ -114,7 +114,7 @@ def solve_swap_plan(
             binding_limit=limit,
         )
     if by_hand:
-        limit = f"swap_fraction: set to {swap_fraction:g} by hand"
+        limit = f"swap_fraction: set to {swap_fraction:.3g} by hand"
         if any(kind.num_input_only and costs.token_wise for kind, costs in zip(kinds, layers, strict=True)):
             limit += f"; host memory: {_of(prediction.host_bytes, budgets.host_bytes)}"
     else:
