@@ -10,7 +10,7 @@ _HOME = {
     "MemoError": "memo_hf.errors",
     "enable": "memo_hf.api",
     "disable": "memo_hf.api",
-    "forecast": "memo_hf.forecast",
+    "forecast": "memo_hf.forecasting",
     "MemoPlugin": "memo_hf.integrations.accelerate",
     "MemoAccelerator": "memo_hf.integrations.accelerate",
     "MemoTrainer": "memo_hf.integrations.trainer",

@@ -13,7 +13,7 @@ ROWS = [
     {"units"},
     {"config"},
     {"planner"},
-    {"forecast"},
+    {"forecasting"},
     {"report"},
     {"swap", "allocator"},
     {"profiler"},
@@ -21,6 +21,7 @@ ROWS = [
     {"session"},
     {"api"},
     {"integrations"},
+    {"commands"},
     {"cli"},
 ]
 RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
@@ -30,7 +31,7 @@ FORBIDDEN_LIBRARIES = {
     "units": {"torch", "transformers", "accelerate", "peft"},
     "config": {"torch", "transformers", "accelerate", "peft"},
     "planner": {"torch", "transformers", "accelerate", "peft"},
-    "forecast": {"torch", "transformers", "accelerate", "peft"},
+    "forecasting": {"torch", "transformers", "accelerate", "peft"},
     "report": {"torch", "transformers", "accelerate", "peft"},
     "swap": {"transformers", "accelerate", "peft"},
     "allocator": {"transformers", "accelerate", "peft"},
@@ -107,7 +108,11 @@ def test_planning_reaches_no_torch():
     [
         ("planner/plan.py", "import torch", "planner imports torch"),
         ("planner/plan.py", "def f():\n    from torch import nn", "planner imports torch.nn"),
-        ("planner/plan.py", "from memo_hf.forecast.memory import peak", "planner imports memo_hf.forecast.memory.peak"),
+        (
+            "planner/plan.py",
+            "from memo_hf.forecasting.memory import peak",
+            "planner imports memo_hf.forecasting.memory.peak",
+        ),
         ("swap/engine.py", "from ..allocator import native", "swap imports memo_hf.allocator.native"),
         ("swap/engine.py", "from memo_hf import allocator", "swap imports memo_hf.allocator"),
         ("layers/chunked.py", "import memo_hf.allocator.meter", "layers imports memo_hf.allocator.meter"),

@@ -1,0 +1,195 @@
+"""`memo-hf plan`: forecast a run, find the longest sequence or the fewest GPUs, compare strategies, plot. No torch."""
+
+from __future__ import annotations
+
+import json
+
+_EPILOG = """examples:
+  memo-hf plan --model llama-3.1-8b --seq-len 256K --device h100
+  memo-hf plan --model ./my-model --seq-len 1M --gpus 8 --sequence-parallel 8 --device a800 --host-memory 2TiB --json
+  memo-hf plan --model qwen3-8b --device h200 --train lora --find max-seq-len
+"""
+
+
+def add_parser(subparsers):
+    """Adds `plan` and its options; returns its parser."""
+    import argparse
+
+    parser = subparsers.add_parser(
+        "plan",
+        help="forecast memory and time of a run before it starts",
+        description="Forecast a run: whether it fits, the swap fraction, device and host memory by part, step time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a shipped name (see docs/forecast.md), a config.json or its folder")
+    add("--seq-len", default=None, help="tokens of a sequence: 1M, 128K or a number; not needed for --find max-seq-len")
+    add("--batch", type=int, default=1, help="sequences that a data-parallel group works on at once")
+    add("--train", choices=["full", "lora"], default="full")
+    add("--lora-rank", type=int, default=16)
+    add("--lora-targets", default="all-linear", help="all-linear, or names such as q_proj,v_proj")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default=None, help="default: bfloat16, float32 on a CPU")
+    add("--no-master-weights", action="store_true", help="no fp32 weights beside the 16-bit ones")
+    add("--optimizer", choices=["adamw", "adamw-8bit", "sgd-momentum", "sgd"], default="adamw")
+    add("--optimizer-device", choices=["device", "host"], default="device")
+    add("--weights-device", choices=["device", "host"], default="device", help="host: as ZeRO-3 offloads parameters")
+    add("--gpus", type=int, default=1, help="GPUs of the run")
+    add("--gpus-per-node", type=int, default=8)
+    add("--sequence-parallel", type=int, default=1, help="GPUs that share one sequence (Ulysses)")
+    add("--shards", type=int, default=None, help="GPUs that share weights, gradients and optimizer; default: all")
+    add("--device", default="h100", help="a800, a100-40, a100-80, h100, h200, b200, 4090, or cpu for this machine's")
+    add("--device-memory", default=None, help="instead of the device's own, for example 48GiB")
+    add("--flops", type=float, default=None, help="dense peak per second in the dtype, instead of the device's own")
+    add("--link-bandwidth", default=None, help="to and from host memory per second and device, for example 25GB")
+    add("--host-memory", default=None, help="of one node, for example 2TiB; default: usual for the device")
+    add("--chunk-size", type=int, default=None, help="tokens that go through project or finish at once")
+    add("--unswapped-layers", type=int, default=2, help="the last layers, which keep their activations on the device")
+    add("--swap-fraction", type=float, default=None, help="by hand instead of solved")
+    add("--qkv", choices=["swap", "rebuild"], default=None, help="by hand instead of chosen")
+    add("--full-logits", action="store_true", help="the loss is not chunked")
+    add("--gradient-accumulation", action="store_true", help="gradients of earlier passes are held during forward")
+    add(
+        "--find",
+        choices=["max-seq-len", "min-gpus"],
+        default=None,
+        help="the longest sequence or the fewest GPUs that fit",
+    )
+    add("--compare", action="store_true", help="beside what a user would otherwise pick")
+    add("--plot", metavar="FILE", default=None, help="bytes and step time over sequence length, as an image")
+    add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args) -> int:
+    """Runs `memo-hf plan`. A run that does not fit is an answer, so the exit code is 0 for it too."""
+    from memo_hf.errors import ConfigError
+    from memo_hf.forecasting.compare import compare
+    from memo_hf.forecasting.find import advise, max_seq_len, min_gpus
+    from memo_hf.forecasting.forecast import forecast_setup
+
+    if args.seq_len is None and args.find != "max-seq-len":
+        raise ConfigError("--seq-len is missing; give the tokens of a sequence, for example --seq-len 128K")
+    setup = _setup(args)
+    found = {}
+    if args.find == "max-seq-len":
+        length = max_seq_len(setup)
+        found["max_seq_len"] = length
+        setup = setup.replace(seq_len=length or setup.sequence_parallel)
+    elif args.find == "min-gpus":
+        setup = min_gpus(setup)
+        found["min_gpus"] = setup.gpus
+    forecast = forecast_setup(setup, None if args.find else advise)
+    rows = compare(setup, forecast) if args.compare else None
+    if args.plot:
+        from memo_hf.report.forecast_plot import plot_forecast
+
+        plot_forecast(setup, args.plot)
+    if args.json:
+        answer = {**found, **_inputs(setup), **forecast.to_dict()}
+        if rows is not None:
+            answer["compare"] = rows
+        print(json.dumps(answer, indent=2))
+        return 0
+    for name, value in found.items():
+        print(f"{name.replace('_', ' ')}: {value:,}\n")
+    print(_text(setup, forecast))
+    if rows is not None:
+        print("\n" + _table(rows))
+    if args.plot:
+        print(f"\nplot: {args.plot}")
+    return 0
+
+
+def _setup(args):
+    from memo_hf.forecasting.api import make_setup
+
+    return make_setup(
+        args.model,
+        1024 * args.sequence_parallel if args.seq_len is None else args.seq_len,
+        batch=args.batch,
+        train=args.train,
+        lora_rank=args.lora_rank,
+        lora_targets=args.lora_targets,
+        dtype=args.dtype,
+        master_weights=not args.no_master_weights,
+        optimizer=args.optimizer,
+        optimizer_device=args.optimizer_device,
+        weights_device=args.weights_device,
+        gpus=args.gpus,
+        gpus_per_node=args.gpus_per_node,
+        sequence_parallel=args.sequence_parallel,
+        shards=args.shards,
+        device=args.device,
+        device_memory=args.device_memory,
+        flops=args.flops,
+        link_bandwidth=args.link_bandwidth,
+        host_memory=args.host_memory,
+        chunk_size=args.chunk_size,
+        unswapped_layers=args.unswapped_layers,
+        swap_fraction=args.swap_fraction,
+        qkv=args.qkv,
+        chunked_loss=not args.full_logits,
+        gradient_accumulation=args.gradient_accumulation,
+    )
+
+
+def _inputs(setup) -> dict:
+    return {
+        "model": setup.model.name,
+        "num_parameters": setup.model.num_parameters,
+        "seq_len": setup.seq_len,
+        "batch": setup.batch,
+        "gpus": setup.gpus,
+        "sequence_parallel": setup.sequence_parallel,
+        "shards": setup.shards,
+        "device": setup.device.name,
+        "chunk_tokens": setup.chunk,
+    }
+
+
+def _text(setup, forecast) -> str:
+    from memo_hf.units import format_bytes
+
+    trained = "full fine-tuning" if setup.training.is_full else f"LoRA of rank {setup.training.lora_rank}"
+    head = (
+        f"{setup.model.name} ({setup.model.num_parameters / 1e9:.2f} B parameters), {trained}, {setup.seq_len:,} tokens"
+        f" x {setup.batch}, {setup.gpus} x {setup.device.name} (sequence over {setup.sequence_parallel}, weights over"
+        f" {setup.shards})"
+    )
+    where = f"{forecast.num_swapped} layers swapped, {forecast.num_kept} kept on the device"
+    if forecast.num_input_only:
+        where += f", {forecast.num_input_only} with their input alone swapped and attention recomputed"
+    if forecast.strategy == "checkpoint":
+        where = "activation checkpointing, nothing swapped"
+    lines = [
+        head,
+        "",
+        f"fits            {'yes' if forecast.fits else 'NO'}",
+        f"swap fraction   {forecast.swap_fraction:.3f} (q, k, v: {forecast.qkv}; {where})",
+        f"step            {forecast.step_seconds:.4g} s, {forecast.exposed_seconds:.3g} s of it waiting for copies",
+        f"tokens          {forecast.tokens_per_second:,.0f} a second, over all GPUs",
+        f"MFU             {100 * forecast.mfu:.1f} % ({forecast.mfu_convention})",
+        f"binding limit   {forecast.binding_limit}",
+        f"device peak     {format_bytes(forecast.device_peak_bytes)} of {format_bytes(forecast.device_budget_bytes)}",
+        f"  when          {forecast.device_peak_moment}",
+    ]
+    lines += [f"  {name:<22}{format_bytes(value):>12}" for name, value in forecast.device_peak_by_part.items()]
+    lines.append(
+        f"host            {format_bytes(forecast.host_bytes_per_rank)} a rank,"
+        f" {format_bytes(forecast.host_bytes_per_node)} of {format_bytes(forecast.host_budget_bytes_per_node)} a node"
+    )
+    lines += [f"to change       {advice}" for advice in forecast.advice]
+    return "\n".join(lines)
+
+
+def _table(rows) -> str:
+    from memo_hf.units import format_bytes
+
+    lines = [f"{'strategy':<42}{'fits':>5}{'device peak':>13}{'host a rank':>13}{'step':>11}{'MFU':>8}"]
+    for row in rows:
+        lines.append(
+            f"{row['strategy']:<42}{'yes' if row['fits'] else 'no':>5}{format_bytes(row['device_peak_bytes']):>13}"
+            f"{format_bytes(row['host_bytes_per_rank']):>13}{row['step_seconds']:>9.4g} s{100 * row['mfu']:>6.1f} %"
+        )
+    return "\n".join(lines)

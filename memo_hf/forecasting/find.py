@@ -1,0 +1,79 @@
+"""The longest sequence that fits, and the fewest GPUs that do. Called by the command line and for advice."""
+
+from __future__ import annotations
+
+from memo_hf.errors import ConfigError
+from memo_hf.forecasting.forecast import fits
+from memo_hf.forecasting.setup import Setup
+
+# Lengths are found to 1/64 of themselves; further apart than the forecast is exact.
+_RESOLUTION = 64
+_LONGEST = 2**28
+_MOST_GPUS = 4096
+
+
+def max_seq_len(setup: Setup) -> int:
+    """The longest sequence of `setup` that fits, a multiple of the ranks that share it; 0 where none does."""
+    step = setup.sequence_parallel
+    low, high = 0, None
+    length = max(step, 1024 // step * step)
+    while high is None and length <= _LONGEST:
+        if fits(setup.replace(seq_len=length)):
+            low, length = length, 2 * length
+        else:
+            high = length
+    if high is None:
+        return low
+    while high - low > max(step, low // _RESOLUTION):
+        middle = (low + high) // 2 // step * step
+        if middle in (low, high):
+            break
+        if fits(setup.replace(seq_len=middle)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def with_gpus(setup: Setup, gpus: int) -> Setup:
+    """`setup` on `gpus` GPUs, all of which share the weights, and the sequence as far as its heads allow."""
+    ranks = max(n for n in range(1, gpus + 1) if gpus % n == 0 and setup.model.heads % n == 0 and n <= setup.seq_len)
+    return setup.replace(gpus=gpus, sequence_parallel=ranks, shards=gpus)
+
+
+def min_gpus(setup: Setup) -> Setup:
+    """`setup` on the fewest GPUs, a power of two, on which it fits. Raises `ConfigError` where no number suffices."""
+    gpus = 1
+    while gpus <= _MOST_GPUS:
+        candidate = with_gpus(setup, gpus)
+        if fits(candidate):
+            return candidate
+        gpus *= 2
+    raise ConfigError(
+        f"{setup.model.name} at {setup.seq_len} tokens fits on no number of GPUs up to {_MOST_GPUS}: its"
+        f" {setup.model.heads} attention heads bound how many ranks can share a sequence; use a shorter sequence or"
+        " more host memory per node"
+    )
+
+
+def advise(setup: Setup) -> list[str]:
+    """What would make `setup` fit, each checked."""
+    found = []
+    longest = max_seq_len(setup)
+    if longest:
+        found.append(f"a sequence of at most {longest} tokens fits")
+    if setup.optimizer_device == "device" and fits(setup.replace(optimizer_device="host")):
+        found.append("it fits with the optimizer on the host (--optimizer-device host)")
+    if setup.swap_fraction is not None and fits(setup.replace(swap_fraction=None, qkv=None)):
+        found.append("it fits with a swap fraction that is chosen for you")
+    if fits(setup.replace(host_bytes=1e18)):
+        found.append("it fits with more host memory (--host-memory)")
+    try:
+        more = min_gpus(setup)
+        if more.gpus > setup.gpus:
+            found.append(f"it fits on {more.gpus} GPUs with sequence parallelism over {more.sequence_parallel} of them")
+    except ConfigError:
+        pass
+    if not found:
+        found.append("no longer list of GPUs or host memory helps: use a smaller model, LoRA, or a larger device")
+    return found

@@ -1,0 +1,199 @@
+"""The moments of a step at which the device may hold the most, part by part. Called by `forecast` and `baselines`.
+
+What a layer holds follows the engine: project and finish go chunk by chunk, swapped chunks first, attention over all
+tokens; a swapped chunk's activations are gone once its backward has used them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_hf.forecasting.memory import layer_bytes, static_parts
+from memo_hf.forecasting.setup import Setup
+from memo_hf.forecasting.shapes import LayerKind
+from memo_hf.planner.layer_costs import DevicePeak
+
+_FP32 = 4
+# Tokens of the loss that have logits at once, and bytes per logit: 16-bit, fp32, its log-softmax and its gradient.
+LOSS_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes held at one point: `parts` whatever the fraction, `per_fraction` at fraction 1, both by name.
+
+    `has_gradients` is False before backward, unless gradients are accumulated over several passes.
+    """
+
+    when: str
+    treatment: str
+    parts: dict[str, float]
+    per_fraction: dict[str, float]
+    has_gradients: bool = True
+
+    def at(self, fraction: float) -> dict[str, float]:
+        """Bytes by part at a swap fraction."""
+        names = [*self.parts, *(name for name in self.per_fraction if name not in self.parts)]
+        return {n: self.parts.get(n, 0.0) + fraction * self.per_fraction.get(n, 0.0) for n in names}
+
+    def as_peak(self, setup: Setup) -> DevicePeak:
+        """For the planner: all that the device holds at this moment."""
+        return DevicePeak(
+            when=self.when,
+            treatment=self.treatment,
+            fixed_bytes=sum(static_parts(setup, self.has_gradients).values()) + sum(self.parts.values()),
+            bytes_per_fraction=sum(self.per_fraction.values()),
+        )
+
+
+def layer_moments(setup: Setup, kind: LayerKind) -> list[Moment]:
+    """The moments of layers of `kind` at which the device may hold the most, for every treatment."""
+    return [
+        moment
+        for treatment in ("swap", "rebuild")
+        for moment in (*_token_moments(setup, kind, treatment), _loss_moment(setup, treatment))
+    ] + [whole_layer_moment(setup, kind, treatment="input", next_input=True)]
+
+
+def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment]:
+    of = layer_bytes(setup, kind)
+    swapped, chunk = treatment == "swap", setup.chunk
+    # What follows the fraction: all of it, and what is left once finish's backward is through.
+    fraction = of.others + (0.0 if swapped else of.qkv)
+    left = fraction - of.finish
+    base = {
+        "h": of.input,
+        "o": of.output + of.logsumexp,
+        # The neighbouring layer on its way: to the host in forward, back in backward (the paper's rounding buffers).
+        "in flight": of.input + of.output + of.logsumexp + (of.qkv if swapped else 0.0),
+    }
+    # Of a chunk, beyond what it saves: the MLP's gradients, or later the norm's in fp32, and the gradient of its input.
+    gradient = chunk * (max(of.tokens.mlp_backward - of.tokens.mlp, 3 * of.tokens.input) + of.tokens.input)
+    sums = 0
+    if setup.training.is_full:
+        sums = _FP32 if chunk < setup.local_tokens else setup.training.element_bytes
+    finish = {
+        **base,
+        "q, k, v": of.qkv if swapped else 0.0,
+        "activation gradients": 2 * of.input + of.output,
+    }
+    # The first chunk, which is a swapped one if any is, has no sums beside it yet.
+    summed = {"gradient sums": sums * setup.model.finish_parameters(kind)}
+
+    def moment(when: str, parts: dict[str, float], mine: float, has_gradients: bool = True) -> Moment:
+        # This layer's swapped tokens, as far as they are still there, and the neighbour's.
+        rates = {"in flight": fraction, "chunks": mine}
+        return Moment(when=when, treatment=treatment, parts=parts, per_fraction=rates, has_gradients=has_gradients)
+
+    return [
+        moment(
+            "forward of a layer",
+            {**base, "h": 2 * of.input, "q, k, v": of.qkv, "chunks": chunk * of.tokens.finish},
+            fraction,
+            has_gradients=False,
+        ),
+        moment("backward of finish, swapped chunk", {**finish, "chunks": gradient}, fraction),
+        moment(
+            "backward of finish, recomputed chunk",
+            {**finish, **summed, "chunks": gradient + chunk * of.tokens.finish},
+            left,
+        ),
+        moment(
+            "backward of attention",
+            {
+                **base,
+                "q, k, v": of.qkv,
+                "activation gradients": of.input + of.output + of.qkv,
+                "attention workspace": of.workspace,
+            },
+            left,
+        ),
+        moment(
+            "backward of project",
+            {
+                **base,
+                "q, k, v": of.qkv,
+                "activation gradients": of.input + of.qkv,
+                "chunks": chunk * (of.tokens.project + 2 * of.tokens.qkv + 2 * of.tokens.input),
+                "gradient sums": sums * setup.model.project_parameters(),
+            },
+            left,
+        ),
+    ]
+
+
+def _loss_moment(setup: Setup, treatment: str) -> Moment:
+    """Between forward and backward: the kept layers' activations, the last hidden states and the logits."""
+    whole = others = 0.0
+    for kind in setup.kinds:
+        of = layer_bytes(setup, kind)
+        whole += kind.num_kept * (of.input + of.output + of.logsumexp + of.qkv)
+        others += kind.num_kept * of.others
+    return Moment(
+        when="loss",
+        treatment=treatment,
+        parts={"kept layers": whole, **loss_parts(setup)},
+        per_fraction={"kept layers": others},
+        has_gradients=False,
+    )
+
+
+def loss_parts(setup: Setup) -> dict[str, float]:
+    """What the final norm, the head and the loss hold, layers apart."""
+    model, e, tokens = setup.model, setup.training.element_bytes, setup.local_tokens
+    hidden = tokens * model.hidden * e
+    at_once = min(tokens, LOSS_CHUNK_TOKENS) if setup.chunked_loss else tokens
+    logits = at_once * model.vocab * (e + 3 * _FP32)
+    head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0
+    # The last layer's output, the final norm's output and the gradient of that; the norm works in chunks.
+    return {"loss": 3 * hidden + logits + head}
+
+
+def whole_layer_moment(
+    setup: Setup,
+    kind: LayerKind,
+    *,
+    treatment: str,
+    next_input: bool,
+    tiled_mlp: bool = False,
+    fused: bool = False,
+    keeps_output: bool = False,
+) -> Moment:
+    """A layer that is recomputed whole in backward (layer mode and the peers): everything it saves exists at once.
+
+    Args:
+        next_input: the next layer's input is being fetched meanwhile.
+        tiled_mlp: the MLP works in chunks (ALST).
+        fused: Liger's norm and MLP, which save neither fp32 copies nor silu(gate).
+        keeps_output: o is there already (selective checkpointing).
+    """
+    of = layer_bytes(setup, kind)
+    per, tokens, e = of.tokens, setup.local_tokens, setup.training.element_bytes
+    hidden = per.input
+    project, mlp_backward = per.project, per.mlp_backward
+    norm = per.finish - per.mlp
+    if fused:
+        width = setup.model.intermediate * e
+        project = hidden if setup.training.is_full else 0
+        norm = hidden
+        mlp_backward = hidden + 4 * width
+    at_work = setup.chunk if tiled_mlp else tokens
+    # A tiled MLP keeps its input and sums the gradient of it.
+    tiled = 2 * hidden * tokens if tiled_mlp else 0
+    base = {"h": of.input, "q, k, v": of.qkv, "o": of.output + of.logsumexp}
+    in_mlp = {
+        **base,
+        "activation gradients": of.input,
+        "layer recompute": tokens * (project + norm) + at_work * mlp_backward + tiled,
+    }
+    in_attention = {
+        **base,
+        "activation gradients": of.input + of.output + of.qkv,
+        "layer recompute": tokens * project,
+        "attention workspace": of.workspace,
+    }
+    worst = max((in_mlp, in_attention), key=lambda parts: sum(parts.values()))
+    if keeps_output:
+        worst = {**worst, "o": 0.0}
+    worst["in flight"] = of.input if next_input else 0.0
+    return Moment(when="backward of a layer recomputed whole", treatment=treatment, parts=worst, per_fraction={})

@@ -1,0 +1,212 @@
+"""The swap fraction, solved: the paper's linear program (section 4.1) and what it leaves open.
+
+Called by the session with measured costs and by the forecast with predicted ones; knows neither a model nor torch.
+
+The paper maximises alpha while copies hide behind one layer's forward and the host holds what the layers send. Here the
+predicted step is minimised, which gives the same alpha wherever copying a token costs more link time than recomputing
+it costs compute, and also settles what the paper does not say: layers whose h and o do not fit the host send h alone
+and recompute attention; q, k, v are swapped or rebuilt, whichever is cheaper; exposed copies are weighed against
+recompute; the device's memory is a limit too; and where activation checkpointing is as fast, it is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from memo_hf.errors import DeviceMemoryError, HostMemoryError
+from memo_hf.planner.layer_costs import Budgets, KindPlan, Prediction, checkpoint_seconds, predict
+from memo_hf.planner.program import solve_program
+from memo_hf.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapPlan:
+    """What to do with each layer's activations, and what it is predicted to cost one rank.
+
+    Attributes:
+        strategy: "memo", or "checkpoint" where stock activation checkpointing is predicted to be as fast.
+        swap_fraction: alpha, the mean over the swapped layers.
+        qkv: "swap" or "rebuild".
+        kinds: a `KindPlan` per kind of layer, in the order given.
+        step_seconds, host_bytes, device_bytes: predicted; `device_peak` says when the device holds the most.
+        exposed_seconds: of the step, waiting for copies.
+        checkpoint_seconds: a step of stock activation checkpointing.
+        binding_limit: in words, what keeps the step from being shorter.
+    """
+
+    strategy: str
+    swap_fraction: float
+    qkv: str
+    kinds: tuple[KindPlan, ...]
+    step_seconds: float
+    exposed_seconds: float
+    checkpoint_seconds: float
+    host_bytes: float
+    device_bytes: float
+    device_peak: str
+    binding_limit: str
+
+    @property
+    def num_swapped(self) -> int:
+        return sum(kind.num_swapped for kind in self.kinds)
+
+    @property
+    def num_input_only(self) -> int:
+        return sum(kind.num_input_only for kind in self.kinds)
+
+    @property
+    def num_kept(self) -> int:
+        return sum(kind.num_kept for kind in self.kinds)
+
+
+def solve_swap_plan(
+    layers,
+    budgets: Budgets,
+    *,
+    rest_seconds: float = 0.0,
+    swap_fraction: float | None = None,
+    qkv: str | None = None,
+    checkpoint_device_bytes: float | None = None,
+    checkpoint_step_seconds: float | None = None,
+) -> SwapPlan:
+    """The plan with the shortest predicted step that fits both memories.
+
+    Args:
+        layers: sequence of `LayerCosts`, one per kind of layer.
+        budgets: of this rank.
+        rest_seconds: of the step outside the decoder layers.
+        swap_fraction, qkv: set by hand, or None to be chosen.
+        checkpoint_device_bytes: device peak of stock activation checkpointing, or None where it is no alternative.
+        checkpoint_step_seconds: its step where it was measured; None: twice the forward and once the backward.
+
+    Raises:
+        HostMemoryError, DeviceMemoryError: no choice fits; the message says what is missing and what to do.
+    """
+    layers = tuple(layers)
+    choice = solve_program(layers, budgets, swap_fraction=swap_fraction, qkv=qkv)
+    if choice is None:
+        raise _shortage(layers, budgets, swap_fraction, qkv)
+    mode, kinds = choice
+    prediction = predict(layers, budgets, mode, kinds, rest_seconds)
+    stock_seconds = checkpoint_seconds(layers, rest_seconds)
+    if checkpoint_step_seconds is not None:
+        stock_seconds = checkpoint_step_seconds
+    stock_fits = checkpoint_device_bytes is not None and checkpoint_device_bytes <= budgets.device_bytes
+    by_hand = swap_fraction is not None
+    if stock_fits and not by_hand and stock_seconds <= prediction.step_seconds:
+        limit = (
+            f"length: activation checkpointing fits and is predicted to take {stock_seconds:.3g} s a step,"
+            f" swapping {prediction.step_seconds:.3g} s"
+        )
+        return SwapPlan(
+            strategy="checkpoint",
+            swap_fraction=0.0,
+            qkv=mode,
+            kinds=tuple(_all_kept(c) for c in layers),
+            step_seconds=stock_seconds,
+            exposed_seconds=0.0,
+            checkpoint_seconds=stock_seconds,
+            host_bytes=0.0,
+            device_bytes=checkpoint_device_bytes,
+            device_peak="activation checkpointing",
+            binding_limit=limit,
+        )
+    if by_hand:
+        limit = f"swap_fraction: set to {swap_fraction:.3g} by hand"
+        if any(kind.num_input_only and costs.token_wise for kind, costs in zip(kinds, layers, strict=True)):
+            limit += f"; host memory: {_of(prediction.host_bytes, budgets.host_bytes)}"
+    else:
+        limit = _binding_limit(layers, budgets, prediction, mode, kinds, qkv)
+    return SwapPlan(
+        strategy="memo",
+        swap_fraction=_mean_fraction(kinds),
+        qkv=mode,
+        kinds=kinds,
+        step_seconds=prediction.step_seconds,
+        exposed_seconds=prediction.forward_exposed_seconds + prediction.backward_exposed_seconds,
+        checkpoint_seconds=stock_seconds,
+        host_bytes=prediction.host_bytes,
+        device_bytes=prediction.device_bytes,
+        device_peak=prediction.device_peak,
+        binding_limit=limit,
+    )
+
+
+def is_feasible(layers, budgets: Budgets, *, swap_fraction: float | None = None, qkv: str | None = None) -> bool:
+    """Whether any plan fits both memories; arguments as for `solve_swap_plan`."""
+    return solve_program(tuple(layers), budgets, swap_fraction=swap_fraction, qkv=qkv) is not None
+
+
+def _all_kept(costs) -> KindPlan:
+    return KindPlan(name=costs.name, num_swapped=0, num_input_only=0, num_kept=costs.num_layers, swap_fraction=0.0)
+
+
+def _mean_fraction(kinds) -> float:
+    number = sum(kind.num_swapped for kind in kinds)
+    if number == 0:
+        return max(kind.swap_fraction for kind in kinds)
+    return sum(kind.num_swapped * kind.swap_fraction for kind in kinds) / number
+
+
+def _lifted(budgets: Budgets) -> dict[str, Budgets]:
+    """The budgets with one limit at a time taken away."""
+    unlimited = math.inf
+    link = {"to_host_bytes_per_second": unlimited, "to_device_bytes_per_second": unlimited}
+    return {
+        "host memory": dataclasses.replace(budgets, host_bytes=unlimited),
+        "link": dataclasses.replace(budgets, **link),
+        "device memory": dataclasses.replace(budgets, device_bytes=unlimited),
+    }
+
+
+def _binding_limit(layers, budgets, prediction: Prediction, mode, kinds, qkv) -> str:
+    """The limit that, lifted alone, would shorten the predicted step the most."""
+    movable = sum(kind.num_swapped + kind.num_input_only for kind in kinds)
+    whole = all(kind.swap_fraction == 1 or not costs.token_wise for kind, costs in zip(kinds, layers, strict=True))
+    if prediction.forward_exposed_seconds + prediction.backward_exposed_seconds == 0 and whole and movable:
+        return "none: every token is swapped and the copies are hidden"
+    here = predict(layers, budgets, mode, kinds).step_seconds
+    gains = {}
+    for name, lifted in _lifted(budgets).items():
+        choice = solve_program(layers, lifted, qkv=qkv)
+        gains[name] = here - predict(layers, lifted, *choice).step_seconds
+    name = max(gains, key=gains.get)
+    if gains[name] <= 1e-6 * here:
+        return "none: no limit, lifted alone, would shorten the step"
+    if name == "host memory":
+        return f"host memory: {_of(prediction.host_bytes, budgets.host_bytes)}"
+    if name == "device memory":
+        return f"device memory: {_of(prediction.device_bytes, budgets.device_bytes)}"
+    slowest = min(budgets.to_host_bytes_per_second, budgets.to_device_bytes_per_second)
+    return f"link: {slowest / 1e9:.1f} GB/s"
+
+
+def _of(used: float, limit: float) -> str:
+    """`61.2 of 64.0 GiB`, both in the unit of the limit."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if limit >= size:
+            return f"{used / size:.1f} of {limit / size:.1f} {unit}"
+    return f"{used:.0f} of {limit:.0f} B"
+
+
+def _shortage(layers, budgets, swap_fraction, qkv) -> HostMemoryError | DeviceMemoryError:
+    """Which memory is short, by how much, and what to do."""
+    unlimited = _lifted(budgets)["host memory"]
+    choice = solve_program(layers, unlimited, swap_fraction=swap_fraction, qkv=qkv, least_host=True)
+    if choice is not None:
+        least = predict(layers, budgets, *choice).host_bytes
+        return HostMemoryError(
+            f"swapped activations need at least {format_bytes(least)} of host memory on this rank and the budget is"
+            f" {format_bytes(budgets.host_bytes)}; use a shorter sequence, more ranks over it, a larger"
+            " host_memory, or fewer other users of the host (an offloaded optimizer)"
+        )
+    peaks: dict[str, float] = {}
+    for peak in (peak for costs in layers for peak in costs.device_peaks):
+        peaks[peak.treatment] = max(peaks.get(peak.treatment, 0.0), peak.bytes_at(swap_fraction or 0.0))
+    return DeviceMemoryError(
+        f"out of memory. A step needs at least {format_bytes(min(peaks.values()))} on the device and the budget is"
+        f" {format_bytes(budgets.device_bytes)}; use a shorter sequence, more ranks over the sequence or the"
+        " weights, an offloaded optimizer, LoRA, or a smaller chunk_size"
+    )

@@ -1,0 +1,274 @@
+"""`memo-hf plan` and `memo_hf.forecast`: what they answer, how fast, and what they say where something is wrong."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import memo_hf
+from memo_hf.cli import main
+from memo_hf.errors import ConfigError
+from memo_hf.forecasting.api import make_setup
+from memo_hf.forecasting.find import max_seq_len, min_gpus
+from memo_hf.forecasting.forecast import fits, layer_costs
+from memo_hf.forecasting.memory import layer_bytes
+from memo_hf.forecasting.setup import Setup
+from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
+
+HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
+HEADLINE += ["--host-memory", "2TiB"]
+
+
+def answer(capsys, *arguments) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_keys_that_scripts_read(capsys):
+    found = answer(capsys, *HEADLINE)
+    for key in (
+        "fits",
+        "swap_fraction",
+        "device_peak_bytes",
+        "host_bytes_per_node",
+        "step_seconds",
+        "mfu",
+        "binding_limit",
+    ):
+        assert key in found
+    assert found["fits"] is True
+    assert found["device_peak_bytes"] == sum(found["device_peak_by_part"].values())
+    assert found["host_bytes_per_node"] == pytest.approx(8 * found["host_bytes_per_rank"], abs=8)
+    assert "causal attention counted half" in found["mfu_convention"]
+
+
+@pytest.mark.parametrize(
+    ("more", "seconds"),
+    [([], 1.0), (["--find", "max-seq-len"], 5.0), (["--find", "min-gpus"], 5.0), (["--compare"], 5.0)],
+)
+def test_answers_are_quick_and_need_no_torch(more, seconds):
+    code = (
+        "import sys; from memo_hf.cli import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    # Processor time, since others may be using the machine; nothing here waits for anything.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", *HEADLINE, "--json", *more], capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    json.loads(done.stdout)  # nothing else on stdout, the solver's banner neither
+    assert done.stderr == ""
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+
+
+def test_longest_sequence_is_where_fitting_ends():
+    setup = make_setup("llama-3.1-8b", 1024, device="h100", optimizer_device="host")
+    longest = max_seq_len(setup)
+    assert fits(setup.replace(seq_len=longest))
+    assert not fits(setup.replace(seq_len=round(longest * 1.04)))
+
+
+def test_fewest_gpus(capsys):
+    found = answer(capsys, "--model", "llama-3.1-70b", "--seq-len", "256K", "--find", "min-gpus")
+    assert found["fits"] and found["gpus"] == found["min_gpus"] > 8
+    setup = make_setup("llama-3.1-70b", "256K")
+    assert min_gpus(setup).gpus == found["min_gpus"]
+
+
+def test_no_number_of_gpus_helps_a_model_of_few_heads():
+    setup = make_setup("smollm2-135m", 2**28, host_memory="1GiB")
+    with pytest.raises(ConfigError, match="its 9 attention heads bound how many ranks"):
+        min_gpus(setup)
+
+
+def test_what_does_not_fit_is_an_answer_with_advice(capsys):
+    found = answer(capsys, "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090")
+    assert found["fits"] is False
+    assert found["binding_limit"].startswith("out of memory.")
+    assert any("GPUs" in advice for advice in found["advice"])
+
+
+def test_host_shortage_is_named(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "512K", "--gpus", "8", "--sequence-parallel", "8"]
+    found = answer(capsys, *arguments, "--host-memory", "100GiB")
+    assert found["fits"] is False
+    assert "of host memory on this rank and the budget is 12.50 GiB" in found["binding_limit"]
+    assert any("host memory" in advice for advice in found["advice"])
+
+
+def test_comparison_never_has_memo_slower_than_checkpointing_that_fits(capsys):
+    for tokens in ("2K", "16K", "64K"):
+        rows = {
+            row["strategy"]: row
+            for row in answer(capsys, "--model", "qwen3-8b", "--seq-len", tokens, "--device", "h200", "--compare")[
+                "compare"
+            ]
+        }
+        stock, ours = rows["activation checkpointing"], rows["memo_hf"]
+        assert ours["fits"]
+        assert not stock["fits"] or ours["step_seconds"] <= stock["step_seconds"]
+
+
+def test_short_sequences_keep_activation_checkpointing(capsys):
+    # case 95
+    found = answer(capsys, "--model", "qwen3-8b", "--seq-len", "1K", "--device", "h200")
+    assert found["strategy"] == "checkpoint" and found["host_bytes_per_rank"] == 0
+    assert found["binding_limit"].startswith("length:")
+
+
+def test_text_names_what_matters(capsys):
+    assert main(["plan", *HEADLINE, "--compare"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "fits            yes",
+        "binding limit   host memory",
+        "gathered weights",
+        "MEMO (paper)",
+        "a rank",
+    ):
+        assert words in text
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "out.png")]) == 0
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "no" / "out.png")]) == 2
+    assert "plot: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nowhere", "--seq-len", "1K"], "is neither a config.json"),
+        (["--model", "gpt-7b"], "--seq-len is missing"),
+        (["--model", "gpt-7b", "--seq-len", "1Q"], "cannot read '1Q'"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--device", "abacus"], "choose from"),
+        (
+            ["--model", "gpt-7b", "--seq-len", "1K", "--gpus", "8", "--sequence-parallel", "3"],
+            "does not divide the 8 GPUs",
+        ),
+        (
+            ["--model", "smollm2-135m", "--seq-len", "1K", "--gpus", "8", "--sequence-parallel", "8"],
+            "9 attention heads",
+        ),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--swap-fraction", "2"], "a number from 0 to 1"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--train", "lora", "--lora-targets", "dense"], "are unknown"),
+        (
+            ["--model", "gpt-7b", "--seq-len", "1K", "--gpus", "2", "--shards", "1", "--weights-device", "host"],
+            "shards > 1",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, words, capsys):
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_folder_with_a_config(tmp_path, capsys):
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    assert answer(capsys, "--model", str(tmp_path), "--seq-len", "64K")["fits"]
+    (tmp_path / "config.json").write_text("{")
+    assert main(["plan", "--model", str(tmp_path), "--seq-len", "1K"]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"layer_types": ["linear_attention"] * 2}, r"layer_types \['linear_attention'\]"),
+        ({"vocab_size": None}, r"has none of \['vocab_size'\]"),
+    ],
+)
+def test_models_that_are_not_described_are_refused(more, words):
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99, "model_type": "x"}
+    with pytest.raises(ConfigError, match=words):
+        memo_hf.forecast({**config, **more}, 1024)
+
+
+def test_the_public_function():
+    found = memo_hf.forecast("llama-3.1-8b", "128K", device="h200", optimizer_device="host", train="lora")
+    assert found.fits and found.swap_fraction > 0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
+        memo_hf.forecast("llama-3.1-8b", "128K", chunk=3)
+
+
+def test_sequence_parallelism_splits_bytes_and_time():
+    one, eight = (make_setup("gpt-7b", "64K", gpus=8, sequence_parallel=n, device="a800") for n in (1, 8))
+    kind = one.model.kinds(2)[0]
+    assert layer_bytes(one, kind).others == 8 * layer_bytes(eight, kind).others
+    assert layer_seconds(one, kind).finish_forward == pytest.approx(8 * layer_seconds(eight, kind).finish_forward)
+    # Fewer key heads than ranks: some ranks hold copies of a head.
+    many = make_setup("llama-3.1-8b", "64K", gpus=16, sequence_parallel=16, device="h100")
+    few = many.replace(sequence_parallel=8)
+    kind = many.model.kinds(2)[0]
+    assert layer_bytes(many, kind).key_value == layer_bytes(few, kind).key_value
+
+
+def test_optimizer_and_weights_move_to_the_host():
+    here = memo_hf.forecast("llama-3.1-8b", "32K", device="h200")
+    there = memo_hf.forecast("llama-3.1-8b", "32K", device="h200", optimizer_device="host", weights_device="host")
+    assert here.device_peak_by_part["optimizer"] == 12 * make_setup("llama-3.1-8b", 1).model.num_parameters
+    assert "optimizer" not in there.device_peak_by_part and "weights" not in there.device_peak_by_part
+    assert there.host_bytes_per_rank > 18 * 8.03e9
+    assert there.step_seconds > here.step_seconds
+
+
+def test_lora_trains_little():
+    full, lora = (memo_hf.forecast("llama-3.1-8b", "16K", device="h200", train=train) for train in ("full", "lora"))
+    assert lora.device_peak_by_part["optimizer"] < 0.01 * full.device_peak_by_part["optimizer"]
+    setup = make_setup("llama-3.1-8b", "16K", train="lora", lora_rank=16)
+    assert setup.adapter_parameters == 41_943_040
+
+
+def test_kept_layers_are_given_up_where_that_is_what_it_takes():
+    options = {"device": "h200", "host_memory": "4TiB", "unswapped_layers": 20, "swap_fraction": 0.0}
+    assert memo_hf.forecast("qwen3-8b", "16K", **options).num_kept == 20
+    assert memo_hf.forecast("qwen3-8b", "128K", **options).num_kept == 0
+
+
+def test_calibration_carries_to_another_length():
+    setup = make_setup("smollm2-135m", 4096, device="a100-80")
+    kind = setup.model.kinds(0)[0]
+    predicted = layer_seconds(setup, kind, chunked=False)
+    slower = LayerSeconds(**{name: 3 * value for name, value in vars(predicted).items()})
+    device = calibrate(setup, slower)
+    long = setup.replace(seq_len=16384)
+    expected = layer_seconds(long, kind, chunked=False)
+    found = layer_seconds(long.replace(device=device), kind)
+    for name, value in vars(expected).items():
+        assert getattr(found, name) == pytest.approx(3 * value), name
+
+
+def test_layers_of_two_kinds():
+    config = {
+        "model_type": "x",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+        "intermediate_size": 128,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    setup = make_setup(config, 65536, host_memory="1GiB")
+    windowed, whole = layer_costs(setup)
+    assert (windowed.num_layers, whole.num_layers, windowed.num_kept, whole.num_kept) == (2, 2, 1, 1)
+    assert windowed.attend_forward_seconds < whole.attend_forward_seconds / 20
+    assert isinstance(setup, Setup) and memo_hf.forecast(config, 65536).fits
