@@ -37,9 +37,7 @@ def modes(session, part=""):
 
 
 def warnings_of(caplog):
-    return [
-        record.message for record in caplog.records if record.name == "memo_hf" and record.levelno >= logging.WARNING
-    ]
+    return [record.message for record in caplog.records if (record.name, record.levelname) == ("memo_hf", "WARNING")]
 
 
 class _ShiftedLayer(LlamaDecoderLayer):
