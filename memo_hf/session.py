@@ -6,6 +6,7 @@ memo_hf runs, owns the swap engine, and puts everything back.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import types
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedModelError
@@ -103,6 +105,7 @@ class Session:
         self._budget: int | None = None
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
+        self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
         register()
         _refuse_what_cannot_be(model)
         stacks = find_stacks(model)
@@ -216,11 +219,13 @@ class Session:
                 "MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
 
-    def begin_forward(self, engine: SwapEngine, chunk_size: int) -> None:
-        """A training forward pass begins: traffic is counted from here."""
-        self._total_swapped_bytes += engine.stats.swapped_bytes
-        engine.reset_stats()
-        self._forwards += 1
+    def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int) -> None:
+        """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
+        if stack.name in self._counted or not self._counted:
+            self._counted.clear()
+            self._total_swapped_bytes += engine.stats.swapped_bytes
+            engine.reset_stats()
+            self._planned_bytes = 0
         self._chunk_size = chunk_size
 
     def skip_forward(self) -> None:
@@ -237,9 +242,11 @@ class Session:
         names = {name for name, _ in stack.layers}
         self._layers = [LayerStats(s.name, "layer", reason) if s.name in names else s for s in self._layers]
 
-    def end_forward(self, planned_bytes: int) -> None:
-        """A training forward pass is over, and was to swap this much."""
-        self._planned_bytes = planned_bytes
+    def end_forward(self, stack: Stack, planned_bytes: int) -> None:
+        """A training forward pass of `stack` is over, and was to swap this much."""
+        self._forwards += not self._counted
+        self._counted.add(stack.name)
+        self._planned_bytes += planned_bytes
 
 
 class _PatchedStack:
@@ -249,6 +256,7 @@ class _PatchedStack:
         self._session, self._stack = session, stack
         self._own_forward = stack.module.forward
         self._configs = attention_configs(stack.module)
+        self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
         self._running = threading.local()
         self.kinds = verdicts  # Layers built alike share theirs.
         self.attends = any(verdict.recipe is not None for verdict in verdicts)
@@ -270,34 +278,53 @@ class _PatchedStack:
         if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
             session.skip_forward()
             return self._own_forward(*args, **kwargs)
+        kwargs = self._without_cache(args, kwargs)
+        if self.attends and (reason := _why_not_per_token(module, kwargs)):
+            self._fall_back(reason)
         step = self._step(batch_size, num_tokens, given.device, kwargs)
         try:
             return self._run(step, args, kwargs)
         except UnsupportedModelError as error:
             if not self.attends or step.last is not None:
                 raise
-            # No layer has run yet: the mask is one that token mode has no kernel for.
-            logger.warning(f"memo_hf: all layers of {self._stack.name or 'the model'} fall back to layer mode: {error}")
-            self.attends = False
-            session.fall_back(self._stack, str(error))
+            # No layer has ended yet: the mask is one that token mode has no kernel for, or the layers are given more
+            # than in the check.
+            self._fall_back(str(error))
             return self._run(self._step(batch_size, num_tokens, given.device, kwargs), args, kwargs)
+
+    def _without_cache(self, args, kwargs: dict) -> dict:
+        """A training forward has no use for a cache, and a recompute must not extend one."""
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, Cache) and _num_cached(given):
+                raise UnsupportedModelError(
+                    f"{type(self._stack.module).__name__} is given a cache that holds {_num_cached(given)} tokens "
+                    "(prefix tuning?); under memo_hf a token attends to tokens of its own batch only. Train this "
+                    "model without memo_hf"
+                )
+        return {**kwargs, "use_cache": False} if self._takes_use_cache else kwargs
+
+    def _fall_back(self, reason: str) -> None:
+        logger.warning(f"memo_hf: all layers of {self._stack.name or 'the model'} fall back to layer mode: {reason}")
+        self.attends = False
+        self._session.fall_back(self._stack, reason)
 
     def _run(self, step: Step, args, kwargs):
         before = getattr(self._running, "step", None)
         self._running.step = step
         try:
             with attention_set_to(ATTENTION_NAME, self._configs if self.attends else ()):
-                return self._own_forward(*args, **kwargs)
+                output = self._own_forward(*args, **kwargs)
         finally:
             self._running.step = before
-            self._session.end_forward(step.planned_bytes)
+        self._session.end_forward(self._stack, step.planned_bytes)
+        return output
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
         engine = session.engine(device)
         chunk_size = config.chunk_size or _default_chunk_size(batch_size * num_tokens)
         chunk_tokens = min(max(1, chunk_size // batch_size), num_tokens)
-        session.begin_forward(engine, chunk_tokens * batch_size)
+        session.begin_forward(self._stack, engine, chunk_tokens * batch_size)
         implementation = self._stack.module.config._attn_implementation
         num_layers = len(self._stack.layers)
         return Step(
@@ -322,17 +349,18 @@ class _PatchedStack:
 
     def layer_forward(self, index: int, name: str, layer: nn.Module, verdict: Verdict):
         """The forward of one layer: in its mode within a step, its own outside of one."""
-        own_forward = layer.forward
-        whole = WholeLayer(layer, own_forward, ())
-        per_token = verdict.recipe and TokenLayer(layer, own_forward, attention_configs(layer), verdict.recipe)
+        own_forward, configs = layer.forward, attention_configs(layer)
+        per_token = verdict.recipe and TokenLayer(layer, own_forward, configs, verdict.recipe)
+        # Beside layers in token mode the masks are memo_hf's, which only its own attention reads.
+        among_others, alone = WholeLayer(layer, own_forward, configs), WholeLayer(layer, own_forward, ())
 
         def forward(*args, **kwargs):
             step = getattr(self._running, "step", None)
-            if step is None or not (layer.training and torch.is_grad_enabled()):
+            if step is None:
                 return own_forward(*args, **kwargs)
             if layer.gradient_checkpointing:
                 raise ConfigError(_CHECKPOINTING_ALSO_ON)
-            runner = per_token if per_token and self.attends else whole
+            runner = (per_token or among_others) if self.attends else alone
             return runner(LayerCall(args, kwargs), step, index, name)
 
         return forward
@@ -364,6 +392,26 @@ _CHECKPOINTING_ALSO_ON = (
     "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
     "model.gradient_checkpointing_disable()."
 )
+
+
+def _num_cached(cache: Cache) -> int:
+    try:
+        return cache.get_seq_length()
+    except ValueError:  # It has no attention layers, and recurrent ones do not count tokens.
+        return 0
+
+
+def _why_not_per_token(stack: nn.Module, kwargs: dict) -> str | None:
+    """Why this forward pass of a stack cannot run its layers per token, though they passed the check."""
+    recordable = set(getattr(stack, "_can_record_outputs", None) or ()) | {"attentions", "router_logits"}
+    for name in sorted(f"output_{key}" for key in recordable - {"hidden_states"}):
+        asked = kwargs.get(name)
+        if getattr(stack.config, name, False) if asked is None else asked:
+            return f"{name} asks for tensors from inside of the layers, which token mode does not make whole"
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 2:
+        return "its attention mask comes ready made, for every pair of tokens"
+    return None
 
 
 def _refuse_what_cannot_be(model: nn.Module) -> None:

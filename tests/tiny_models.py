@@ -38,11 +38,59 @@ TOKEN_MODE = {
     "qwen3_moe": dict(head_dim=8, **_MIXTURE),
 }
 
+_SHARED_EXPERTS = dict(
+    n_routed_experts=4, n_shared_experts=1, n_group=2, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1
+)
+# Families beyond those, which run in token mode as well.
+MORE_TOKEN_MODE = {
+    "gemma2": dict(head_dim=8, sliding_window=16),
+    "gpt_oss": dict(
+        head_dim=8, sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **_MIXTURE,
+    ),
+    "deepseek_v3": dict(
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6,
+        moe_intermediate_size=32, **_SHARED_EXPERTS,
+    ),
+    "phi": {},
+    "glm": dict(head_dim=8),
+}  # fmt: skip
+
+# Families whose layers all run in layer mode, with a part of the reason that is given.
+LAYER_MODE = {
+    "bloom": dict(reason="attention interface 0 times"),
+    "falcon": dict(reason="attention interface 0 times"),
+    "mamba": dict(reason="attention interface 0 times"),
+    # Per-layer inputs, and keys and values shared by the last layers.
+    "gemma3n_text": dict(
+        reason="its input has 4 dimensions",
+        head_dim=8, vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, num_kv_shared_layers=2,
+        laurel_rank=4, sliding_window=16, altup_num_inputs=2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+}  # fmt: skip
+
+# Families with layers of both modes.
+MIXED_MODE = {
+    "recurrent_gemma": dict(lru_width=32, attention_window_size=16),
+    "jamba": dict(
+        attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, use_mamba_kernels=False, num_experts=2
+    ),
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "qwen3_next": dict(
+        head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        shared_expert_intermediate_size=32, layer_types=["linear_attention", "full_attention"] * 2, **_MIXTURE,
+    ),
+}  # fmt: skip
+_FAMILIES = {**TOKEN_MODE, **MORE_TOKEN_MODE, **LAYER_MODE, **MIXED_MODE}
+
 
 def tiny(family: str, *, seed: int = 0, **changes):
     """A random model of `family` in training mode, in fp32."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_SIZES, **TOKEN_MODE.get(family, {}), **changes})
+    sizes = {**_SIZES, **_FAMILIES.get(family, {}), **changes}
+    sizes.pop("reason", None)
+    config = AutoConfig.for_model(family, **sizes)
     return AutoModelForCausalLM.from_config(config).train()
 
 
@@ -64,9 +112,6 @@ def worst_relative_error(ours: dict, theirs: dict) -> float:
     """Largest error of any parameter's gradient, relative to that gradient's largest entry."""
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     return max(
-        (
-            (ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30)
-            for name in theirs
-        ),
+        ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30) for name in theirs),
         default=torch.tensor(0.0),
     ).item()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.attention_kernels import attend
 from memo_hf.layers.attention_mask import memo_mask
 from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Finish, Project, Whole, current_role
@@ -23,6 +24,11 @@ def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
         raise AttentionReached
     if isinstance(role, Finish):
         role.num_calls += 1
+        if role.num_calls > 1:
+            raise UnsupportedModelError(
+                f"a layer calls attention again, in {type(module).__name__}, which it did not do in the check (is it "
+                "given the output of an encoder?)"
+            )
         return role.attention_output, None
     if isinstance(role, Whole):
         role.num_calls += 1

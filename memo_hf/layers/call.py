@@ -11,7 +11,6 @@ import torch
 from transformers import Cache
 
 
-
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value):
     """`value` with `function` applied to each tensor in its tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
@@ -53,6 +52,11 @@ class LayerCall:
         """The layer input (batch, tokens, hidden); the call forgets it, so that it does not outlive the forward pass."""
         hidden, self.hidden = self.hidden, None
         return hidden
+
+    def names_needing_gradients(self) -> list[str]:
+        """The arguments beside the layer input that hold a tensor which needs a gradient; positional ones by number."""
+        given = {**{f"argument {number}": arg for number, arg in enumerate(self.args, 1)}, **self.kwargs}
+        return [name for name, arg in given.items() if any(tensor.requires_grad for tensor in tensors_in(arg))]
 
     def whole(self, hidden: torch.Tensor) -> tuple[tuple, dict]:
         """Arguments for all tokens with `hidden` as the layer input."""

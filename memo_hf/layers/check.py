@@ -70,7 +70,9 @@ def check_stack(stack: Stack) -> StackVerdict:
         try:
             own = _calls(stack, layers, kinds, name, {})
             after = _after_layers(stack, layers, own, name)
-            ours = _calls(stack, layers, kinds, ATTENTION_NAME, {kind: call.wrap for kind, call in zip(kinds, own, strict=True)})
+            ours = _calls(
+                stack, layers, kinds, ATTENTION_NAME, {kind: call.wrap for kind, call in zip(kinds, own, strict=True)}
+            )
         except Exception as error:  # Any model may refuse bare token ids in its own way; the reason is reported.
             return StackVerdict([Verdict(None, f"could not be tried on token ids ({_brief(error)})")] * len(layers), [])
         verdicts: dict = {}
@@ -99,8 +101,13 @@ class _Seen:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Equal for layers that are built alike: module types, plain settings, and parameter shapes."""
+    """Equal for layers that are built alike: module types, plain settings, parameter shapes, and patched forwards."""
     simple = (int, float, str, bool, type(None))
+
+    def patched(module):
+        forward = vars(module).get("forward")
+        return getattr(forward, "__func__", forward)
+
     return tuple(
         (
             path,
@@ -110,6 +117,7 @@ def _kind(layer: nn.Module) -> tuple:
                 for key, item in sorted(vars(module).items())
                 if isinstance(item, simple) and key not in ("layer_idx", "training", "layer_index")
             ),
+            patched(module),
             tuple((name, parameter.shape) for name, parameter in module.named_parameters(recurse=False)),
         )
         for path, module in layer.named_modules()
@@ -350,9 +358,7 @@ class _Trial:
         if odd:
             raise _NotTokenwise(f"its attention reads {odd}, which the layer computes")
         around = tuple(dict.fromkeys(running))
-        outermost = [
-            (path, width) for path, width in done if path.rpartition(".")[0] in around and path not in around
-        ]
+        outermost = [(path, width) for path, width in done if path.rpartition(".")[0] in around and path not in around]
         return Recipe(
             stubs=tuple(dict((path, width) for path, width in outermost if width is not None).items()),
             meta_rope=True,

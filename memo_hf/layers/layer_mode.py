@@ -37,7 +37,7 @@ class WholeLayer:
             with playing(Whole(step.attend), self.configs):
                 return self.forward(*args, **kwargs)
 
-        with step.layer(index, name, hidden) as record, _InputSaves(record, hidden).hooks():
+        with step.layer(index, name, self.layer, hidden) as record, _InputSaves(record, hidden).hooks():
             return checkpoint(run, hidden, use_reentrant=False)
 
 

@@ -48,6 +48,7 @@ class Step:
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
+        last: the last layer that has run.
     """
 
     engine: SwapEngine
@@ -68,13 +69,15 @@ class Step:
         )
 
     @contextmanager
-    def layer(self, index: int, name: str, hidden: torch.Tensor) -> Iterator[LayerRecord]:
+    def layer(self, index: int, name: str, layer: torch.nn.Module, hidden: torch.Tensor) -> Iterator[LayerRecord]:
         """The record of the next layer, for the body that runs it on `hidden`; its group is where saved tensors go."""
-        keep = index >= self.first_kept
+        frozen = not hidden.requires_grad and not any(parameter.requires_grad for parameter in layer.parameters())
+        keep = index >= self.first_kept or frozen  # what has no backward pass has nothing to swap
         before = self.engine.stats.swapped_bytes
-        self.last = record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
+        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
         yield record
         record.group.seal()
+        self.last = record
         if not keep:
             # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less.
             alike = (id(self.kinds[index]), hidden.requires_grad)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.call import LayerCall, tensors_in
 from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
 from memo_hf.layers.step import ATTENTION, WHOLE, LayerRecord, Step
@@ -62,8 +63,16 @@ class TokenLayer:
         self.layer, self.forward, self.configs, self.recipe = layer, forward, configs, recipe
 
     def __call__(self, call: LayerCall, step: Step, index: int, name: str):
-        """The layer's output for `call`, of the type that the layer itself returns."""
-        with step.layer(index, name, call.hidden) as record:
+        """The layer's output for `call`, of the type that the layer itself returns.
+
+        Raises:
+            UnsupportedModelError: an argument beside the layer input needs a gradient, or attention is called twice.
+        """
+        if beside := call.names_needing_gradients():
+            raise UnsupportedModelError(
+                f"{name} is given {beside} beside its input, which need gradients; token mode gives none to them"
+            )
+        with step.layer(index, name, self.layer, call.hidden) as record:
             output, rest = self._run(call, step, index, record)
         return (output, *rest) if self.recipe.returns_tuple else output
 
