@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import types
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from memo_hf.layers.documents import find_documents
 from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, find_stacks
 from memo_hf.layers.loss import install_chunked_loss
+from memo_hf.layers.patch import Patch
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
@@ -98,7 +98,7 @@ class Session:
     def __init__(self, model: nn.Module, config: MemoConfig):
         self.model, self.config = model, config
         self._engine: SwapEngine | None = None
-        self._patches: list[_Patch] = []
+        self._patches: list[Patch] = []
         self._undo_loss = None
         self._layers: list[LayerStats] = []
         self._budget: int | None = None
@@ -188,11 +188,11 @@ class Session:
         patched = _PatchedStack(self, stack, checked.layers)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
-            self._patches.append(_Patch(layer, patched.layer_forward(index, name, layer, verdict)))
+            self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
         for name in checked.after_layers if patched.attends else ():
             module = stack.module.get_submodule(name)
-            self._patches.append(_Patch(module, patched.module_forward(module)))
-        self._patches.append(_Patch(stack.module, patched.forward))
+            self._patches.append(Patch(module, patched.module_forward(module)))
+        self._patches.append(Patch(stack.module, patched.forward))
 
     def _checked(self, stack: Stack) -> StackVerdict:
         if self.config.mode == "layer":
@@ -376,37 +376,6 @@ def _refuse_what_cannot_be(model: nn.Module) -> None:
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ConfigError(_CHECKPOINTING_ALSO_ON)
-
-
-class _Patch:
-    """`forward` of one module replaced on the instance, so that hooks, FSDP and DDP around it go on as before."""
-
-    def __init__(self, module: nn.Module, forward):
-        self._module = module
-        self._had = "forward" in module.__dict__
-        self._before = module.__dict__.get("forward")
-        module.forward = _CopySafe(module, forward)
-
-    def undo(self) -> None:
-        if self._had:
-            self._module.forward = self._before
-        else:
-            del self._module.forward
-
-
-class _CopySafe:
-    """A patched forward. In a deep copy of its module it is the module's own forward: a copy is not enabled."""
-
-    def __init__(self, module: nn.Module, forward):
-        self._module, self._forward = module, forward
-        self.__wrapped__ = module.forward
-
-    def __call__(self, *args, **kwargs):
-        return self._forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo):
-        copied = memo.get(id(self._module), self._module)
-        return types.MethodType(type(copied).forward, copied)
 
 
 def session_of(model: nn.Module) -> Session:
