@@ -23,7 +23,7 @@ from memo_hf.layers.call import LayerCall
 from memo_hf.layers.check import StackVerdict, Verdict, attention_configs, check_stack
 from memo_hf.layers.documents import find_documents
 from memo_hf.layers.layer_mode import WholeLayer
-from memo_hf.layers.locate import Stack, find_stacks
+from memo_hf.layers.locate import Stack, find_stacks, layers_of
 from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
@@ -37,6 +37,7 @@ logger = logging.getLogger("memo_hf")
 _DEFAULT_CHUNK_TOKENS = 2048
 # Of enabled models, by id; a session holds its model, so an id cannot be another model's while its session lives.
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+_enabled_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ class Session:
         register()
         _refuse_what_cannot_be(model)
         stacks = find_stacks(model)
+        if any(layer in _enabled_layers for stack in stacks for _, layer in stack.layers):
+            raise UnsupportedModelError(
+                f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
+                "model that it was enabled on first"
+            )
         try:
             for stack in stacks:
                 self._install(stack)
@@ -173,6 +179,7 @@ class Session:
         """Leave the model as it was found and free all host memory. A second call does nothing."""
         for patch in reversed(self._patches):
             patch.undo()
+            _enabled_layers.discard(patch.module)
         self._patches.clear()
         if self._undo_loss:
             self._undo_loss()
@@ -189,10 +196,12 @@ class Session:
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
             self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
+            _enabled_layers.add(layer)
         for name in checked.after_layers if patched.attends else ():
             module = stack.module.get_submodule(name)
             self._patches.append(Patch(module, patched.module_forward(module)))
         self._patches.append(Patch(stack.module, patched.forward))
+        self._patches.append(Patch(stack.module, _refuse_replicas, "_replicate_for_data_parallel"))
 
     def _checked(self, stack: Stack) -> StackVerdict:
         if self.config.mode == "layer":
@@ -267,6 +276,10 @@ class _PatchedStack:
         if given is None or given.dim() < 2:
             return self._own_forward(*args, **kwargs)
         session = self._session
+        if torch.compiler.is_compiling():
+            _refuse_compilation()
+        _refuse_what_cannot_be(module)
+        self._refuse_other_layers()
         batch_size, num_tokens = given.shape[:2]
         if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
             session.skip_forward()
@@ -292,6 +305,14 @@ class _PatchedStack:
         finally:
             self._running.step = before
             self._session.end_forward(step.planned_bytes)
+
+    def _refuse_other_layers(self) -> None:
+        """Raise where a layer came after memo_hf was enabled: it would run with memo_hf's attention and without memo_hf."""
+        for name, layer in layers_of(self._stack.module, self._stack.name):
+            if layer not in _enabled_layers:
+                raise UnsupportedModelError(
+                    f"{name} was put there after memo_hf was enabled; call memo_hf.disable(model) and enable it again"
+                )
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
@@ -331,8 +352,6 @@ class _PatchedStack:
             step = getattr(self._running, "step", None)
             if step is None or not (layer.training and torch.is_grad_enabled()):
                 return own_forward(*args, **kwargs)
-            if layer.gradient_checkpointing:
-                raise ConfigError(_CHECKPOINTING_ALSO_ON)
             runner = per_token if per_token and self.attends else whole
             return runner(LayerCall(args, kwargs), step, index, name)
 
@@ -352,30 +371,46 @@ class _PatchedStack:
         return forward
 
 
-_CHECKPOINTING_ALSO_ON = (
-    "activation checkpointing is on together with memo_hf, which replaces it. Turn it off: "
-    "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
-    "model.gradient_checkpointing_disable()."
-)
-
-
 def _refuse_what_cannot_be(model: nn.Module) -> None:
-    if id(model) in _sessions:
-        raise UnsupportedModelError("memo_hf is already enabled on this model; call memo_hf.disable(model) first")
+    """Raise where something in `model` does what memo_hf does too, or cannot be under it. Asked at each forward pass."""
     for name, module in model.named_modules():
+        where = name or f"the {type(module).__name__}"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise UnsupportedModelError(
-                f"{name or 'the model'} is compiled with torch.compile, which would trace memo_hf's copies only once. "
-                "Enable memo_hf on the model without compiling it."
-            )
+            raise UnsupportedModelError(f"{where} is compiled. {_COMPILED}")
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedModelError(_REPLICAS)
         if type(module).__name__ == "CheckpointWrapper":
             raise ConfigError(
-                f"{name} is wrapped in FSDP's activation checkpointing, which memo_hf replaces. Turn it off: "
+                f"{where} is wrapped in FSDP's activation checkpointing, which memo_hf replaces. Turn it off: "
                 "fsdp_activation_checkpointing: false in the accelerate config, or "
                 "fsdp_config={'activation_checkpointing': False} in TrainingArguments."
             )
         if getattr(module, "gradient_checkpointing", False) is True:
-            raise ConfigError(_CHECKPOINTING_ALSO_ON)
+            raise ConfigError(
+                f"activation checkpointing of {where} is on together with memo_hf, which replaces it. Turn it off: "
+                "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
+                "model.gradient_checkpointing_disable()."
+            )
+
+
+_COMPILED = (
+    "torch.compile would trace memo_hf's copies and chunks once, and leave out what they do at run time. Train without "
+    "torch.compile."
+)
+_REPLICAS = (
+    "nn.DataParallel makes replicas of the model at each step, which memo_hf cannot follow. Start one process per GPU "
+    "(accelerate launch), or let one GPU be visible."
+)
+
+
+@torch._disable_dynamo
+def _refuse_compilation() -> None:
+    """Called while a compiler traces, which cannot trace this: it raises when the compiled code runs, with the reason."""
+    raise UnsupportedModelError(f"the model is compiled. {_COMPILED}")
+
+
+def _refuse_replicas() -> None:
+    raise UnsupportedModelError(_REPLICAS)
 
 
 def session_of(model: nn.Module) -> Session:

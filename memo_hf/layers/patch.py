@@ -23,19 +23,19 @@ class Patch:
     """
 
     def __init__(self, module: nn.Module, replacement: Callable, method: str = "forward"):
-        self._module, self._method, self._had = module, method, method in module.__dict__
+        self.module, self._method, self._had = module, method, method in module.__dict__
         self._stand_in = _StandIn(getattr(module, method), replacement)
         setattr(module, method, self._stand_in)
 
     def undo(self) -> None:
         """Give the module its own method back. Where somebody has wrapped ours since, the wrapper stays and calls it."""
         own = self._stand_in.retire()
-        if self._module.__dict__.get(self._method) is not self._stand_in:
+        if self.module.__dict__.get(self._method) is not self._stand_in:
             return
         if self._had:
-            setattr(self._module, self._method, own)
+            setattr(self.module, self._method, own)
         else:
-            delattr(self._module, self._method)
+            delattr(self.module, self._method)
 
 
 class _StandIn:
