@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memo_hf.config import MemoConfig
-from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedModelError
+from memo_hf.errors import HostMemoryError, MemoError, UnsupportedModelError
 from memo_hf.host_memory import host_memory_for_this_rank
 from memo_hf.layers.attention import register
 from memo_hf.layers.call import LayerCall
@@ -26,6 +26,7 @@ from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, find_stacks, layers_of
 from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
+from memo_hf.layers.refusals import refuse_compilation, refuse_replicas, refuse_what_cannot_be
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
@@ -106,7 +107,7 @@ class Session:
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
         register()
-        _refuse_what_cannot_be(model)
+        refuse_what_cannot_be(model)
         stacks = find_stacks(model)
         if any(layer in _enabled_layers for stack in stacks for _, layer in stack.layers):
             raise UnsupportedModelError(
@@ -201,7 +202,7 @@ class Session:
             module = stack.module.get_submodule(name)
             self._patches.append(Patch(module, patched.module_forward(module)))
         self._patches.append(Patch(stack.module, patched.forward))
-        self._patches.append(Patch(stack.module, _refuse_replicas, "_replicate_for_data_parallel"))
+        self._patches.append(Patch(stack.module, refuse_replicas, "_replicate_for_data_parallel"))
 
     def _checked(self, stack: Stack) -> StackVerdict:
         if self.config.mode == "layer":
@@ -221,8 +222,8 @@ class Session:
         if self._budget is not None and needed > self._budget:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
-                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, and "
-                f"this rank's budget is {format_bytes(self._budget)} ({self._budget} bytes). Raise "
+                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
+                f"and this rank's budget is {format_bytes(self._budget)} ({self._budget} bytes). Raise "
                 "MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
 
@@ -277,8 +278,8 @@ class _PatchedStack:
             return self._own_forward(*args, **kwargs)
         session = self._session
         if torch.compiler.is_compiling():
-            _refuse_compilation()
-        _refuse_what_cannot_be(module)
+            refuse_compilation()
+        refuse_what_cannot_be(module)
         self._refuse_other_layers()
         batch_size, num_tokens = given.shape[:2]
         if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
@@ -307,7 +308,7 @@ class _PatchedStack:
             self._session.end_forward(step.planned_bytes)
 
     def _refuse_other_layers(self) -> None:
-        """Raise where a layer came after memo_hf was enabled: it would run with memo_hf's attention and without memo_hf."""
+        """Raise where a layer came after memo_hf was enabled: only memo_hf's attention would reach it."""
         for name, layer in layers_of(self._stack.module, self._stack.name):
             if layer not in _enabled_layers:
                 raise UnsupportedModelError(
@@ -369,48 +370,6 @@ class _PatchedStack:
             return runner(hidden, step)
 
         return forward
-
-
-def _refuse_what_cannot_be(model: nn.Module) -> None:
-    """Raise where something in `model` does what memo_hf does too, or cannot be under it. Asked at each forward pass."""
-    for name, module in model.named_modules():
-        where = name or f"the {type(module).__name__}"
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise UnsupportedModelError(f"{where} is compiled. {_COMPILED}")
-        if isinstance(module, nn.DataParallel):
-            raise UnsupportedModelError(_REPLICAS)
-        if type(module).__name__ == "CheckpointWrapper":
-            raise ConfigError(
-                f"{where} is wrapped in FSDP's activation checkpointing, which memo_hf replaces. Turn it off: "
-                "fsdp_activation_checkpointing: false in the accelerate config, or "
-                "fsdp_config={'activation_checkpointing': False} in TrainingArguments."
-            )
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ConfigError(
-                f"activation checkpointing of {where} is on together with memo_hf, which replaces it. Turn it off: "
-                "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
-                "model.gradient_checkpointing_disable()."
-            )
-
-
-_COMPILED = (
-    "torch.compile would trace memo_hf's copies and chunks once, and leave out what they do at run time. Train without "
-    "torch.compile."
-)
-_REPLICAS = (
-    "nn.DataParallel makes replicas of the model at each step, which memo_hf cannot follow. Start one process per GPU "
-    "(accelerate launch), or let one GPU be visible."
-)
-
-
-@torch._disable_dynamo
-def _refuse_compilation() -> None:
-    """Called while a compiler traces, which cannot trace this: it raises when the compiled code runs, with the reason."""
-    raise UnsupportedModelError(f"the model is compiled. {_COMPILED}")
-
-
-def _refuse_replicas() -> None:
-    raise UnsupportedModelError(_REPLICAS)
 
 
 def session_of(model: nn.Module) -> Session:

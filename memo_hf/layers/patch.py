@@ -28,7 +28,7 @@ class Patch:
         setattr(module, method, self._stand_in)
 
     def undo(self) -> None:
-        """Give the module its own method back. Where somebody has wrapped ours since, the wrapper stays and calls it."""
+        """Give the module its own method back. A wrapper that somebody put around ours stays and calls the module's."""
         own = self._stand_in.retire()
         if self.module.__dict__.get(self._method) is not self._stand_in:
             return
