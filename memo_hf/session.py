@@ -106,6 +106,7 @@ class Session:
         self._budget: int | None = None
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
+        self._has_warned_of_nothing = False
         register()
         refuse_what_cannot_be(model)
         stacks = find_stacks(model)
@@ -185,11 +186,14 @@ class Session:
         if self._undo_loss:
             self._undo_loss()
             self._undo_loss = None
-        if self._engine:
+        self._close_engine()
+        _sessions.pop(id(self.model), None)
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
             self._total_swapped_bytes += self._engine.stats.swapped_bytes
             self._engine.close()
             self._engine = None
-        _sessions.pop(id(self.model), None)
 
     def _install(self, stack: Stack) -> None:
         checked = self._checked(stack)
@@ -210,7 +214,9 @@ class Session:
         return check_stack(stack)
 
     def engine(self, device: torch.device) -> SwapEngine:
-        """The swap engine, made at the first forward pass, when the model has its final place."""
+        """The swap engine of `device`, made when the model has its place, and anew where it has moved."""
+        if self._engine is not None and self._engine.device != device:
+            self._close_engine()
         if self._engine is None:
             self._budget = host_memory_for_this_rank(self.config.host_memory_bytes)
             self._engine = SwapEngine(device, self._budget)
@@ -248,9 +254,22 @@ class Session:
         names = {name for name, _ in stack.layers}
         self._layers = [LayerStats(s.name, "layer", reason) if s.name in names else s for s in self._layers]
 
-    def end_forward(self, planned_bytes: int) -> None:
-        """A training forward pass is over, and was to swap this much."""
-        self._planned_bytes = planned_bytes
+    def end_forward(self, step: Step) -> None:
+        """A training forward pass is over. Says so, once, where it had nothing to swap."""
+        self._planned_bytes = step.planned_bytes
+        if not step.planned_bytes and not self._has_warned_of_nothing:
+            self._has_warned_of_nothing = True
+            logger.warning(f"memo_hf swaps nothing: {self._why_nothing(step)}")
+
+    def _why_nothing(self, step: Step) -> str:
+        if step.last is None:
+            return "none of the layers ran under memo_hf; look for what else replaces their forward"
+        if not step.first_kept:
+            return (
+                f"MemoConfig(unswapped_layers={self.config.unswapped_layers}) keeps all {len(step.kinds)} layers on the "
+                "device"
+            )
+        return "the layers' inputs are not plain tensors with elements, and stay on the device"
 
 
 class _PatchedStack:
@@ -302,10 +321,11 @@ class _PatchedStack:
         self._running.step = step
         try:
             with attention_set_to(ATTENTION_NAME, self._configs if self.attends else ()):
-                return self._own_forward(*args, **kwargs)
+                output = self._own_forward(*args, **kwargs)
         finally:
             self._running.step = before
-            self._session.end_forward(step.planned_bytes)
+        self._session.end_forward(step)
+        return output
 
     def _refuse_other_layers(self) -> None:
         """Raise where a layer came after memo_hf was enabled: only memo_hf's attention would reach it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.attention_kernels import attend
 from memo_hf.layers.attention_mask import memo_mask
 from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Finish, Project, Whole, current_role
@@ -27,7 +28,10 @@ def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
     if isinstance(role, Whole):
         role.num_calls += 1
         return role.attend(module, query, key, value, attention_mask=attention_mask, **kwargs), None
-    raise RuntimeError("memo_hf's attention was called outside of a layer that memo_hf runs")
+    raise UnsupportedModelError(
+        f"memo_hf's attention was called by a {type(module).__name__} outside of the layers that memo_hf runs. If a layer's "
+        "forward was replaced after memo_hf was enabled, call memo_hf.disable(model) and enable it again"
+    )
 
 
 def attend_as_asked(module, query, key, value, *, implementation, documents, **arguments):

@@ -264,6 +264,8 @@ class _Trial:
         for part, moved_part in zip(parts, self._project(runner, moved), strict=True):
             self._others_unmoved(part, moved_part, "queries, keys and values")
         attended = self._attend(parts)
+        widths = dict(qkv_width=sum(part[0, 0].numel() for part in parts), attended_width=attended[0, 0].numel())
+        recipe = replace(recipe, **widths)
         for candidate in self._candidates(recipe):
             runner = TokenLayer(self.layer, self.forward, self.configs, candidate)
             try:
@@ -359,6 +361,8 @@ class _Trial:
             projecting=tuple(dict.fromkeys(path for path, _ in outermost)),
             around=around,
             returns_tuple=isinstance(whole, tuple),
+            qkv_width=0,  # Not seen yet, nor is the next.
+            attended_width=0,
         )
 
     def _is_given(self, item: Tensor) -> bool:

@@ -21,7 +21,7 @@ _REPLICAS = (
 
 
 def refuse_what_cannot_be(model: nn.Module) -> None:
-    """Raise `ConfigError` or `UnsupportedModelError` where `model` has what memo_hf replaces, or what cannot be under it.
+    """Raise `ConfigError` or `UnsupportedModelError` where `model` has what memo_hf replaces, or cannot run.
 
     Asked when a model is enabled and at each forward pass, since both may come later.
     """

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.documents import Documents
 from memo_hf.swap import SwapEngine, SwapGroup
@@ -65,7 +66,15 @@ class Step:
 
     @contextmanager
     def layer(self, index: int, name: str, hidden: torch.Tensor) -> Iterator[LayerRecord]:
-        """The record of the next layer, for the body that runs it on `hidden`; its group is where saved tensors go."""
+        """The record of the next layer, for the body that runs it on `hidden`; its group is where saved tensors go.
+
+        Raises `UnsupportedModelError` where the layer is on another device than the model's input.
+        """
+        if hidden.device != self.engine.device:
+            raise UnsupportedModelError(
+                f"{name} is on {hidden.device} and the model's input on {self.engine.device}; memo_hf runs a model that is "
+                "on one device. Load it without a device_map, or split it with FSDP"
+            )
         keep = index >= self.first_kept
         before = self.engine.stats.swapped_bytes
         self.last = record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
