@@ -150,7 +150,8 @@ def _in_place_of(layers: list[nn.Module], forwards: list[Callable]) -> Iterator[
 
 def _run_on_token_ids(stack: Stack, attention_name: str) -> None:
     device = next(stack.module.parameters()).device
-    ids = torch.randint(0, min(100, stack.module.config.vocab_size), (_BATCH, _TOKENS), device=device)
+    # The same each time, since the arguments of the layers may depend on them.
+    ids = torch.arange(3, 3 + _BATCH * _TOKENS, device=device).view(_BATCH, _TOKENS) % stack.module.config.vocab_size
     with attention_set_to(attention_name, attention_configs(stack.module)):
         stack.module(input_ids=ids, use_cache=False)
 
@@ -291,7 +292,7 @@ class _Trial:
     def _whole(self):
         call, before = self._call(self.ours), self.hidden.clone()
         args, kwargs = call.whole(self.hidden)
-        sizes = _container_sizes(kwargs)
+        contents = _contents(kwargs)
         role = Whole(self._attend_as_whole)
         try:
             with playing(role, self.configs):
@@ -303,7 +304,7 @@ class _Trial:
             raise _NotTokenwise(f"it calls transformers' attention interface {role.num_calls} times, not once")
         if not torch.equal(before, self.hidden):
             raise _NotTokenwise("it writes to its own input")
-        if _container_sizes(kwargs) != sizes:
+        if not _same_objects(_contents(kwargs), contents):
             raise _NotTokenwise("it shares state with other layers through an argument that it changes")
         if isinstance(output, tuple) and tensors_in(output[1:]):
             raise _NotTokenwise("it returns tensors beside its output")
@@ -415,10 +416,18 @@ def _output(output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _container_sizes(value) -> list[int]:
-    """Sizes of the dictionaries and lists in the arguments; a layer that shares state through one makes it grow."""
+def _contents(value) -> list:
+    """What the dictionaries, lists and plain objects in the arguments hold, and the versions of tensors."""
+    if isinstance(value, Tensor):
+        return [value, value._version]
     if isinstance(value, dict):
-        return [len(value)] + [size for item in value.values() for size in _container_sizes(item)]
+        return [value, *(part for item in value.values() for part in _contents(item))]
     if isinstance(value, list | tuple):
-        return [len(value)] + [size for item in value for size in _container_sizes(item)]
-    return []
+        return [value, *(part for item in value for part in _contents(item))]
+    return [value, *vars(value).values()] if hasattr(value, "__dict__") else [value]
+
+
+def _same_objects(some: list, others: list) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(a is b or type(a) is int and a == b for a, b in zip(some, others, strict=True))
