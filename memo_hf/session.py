@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
-import types
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -19,25 +19,29 @@ from torch import nn
 from transformers import Cache
 
 from memo_hf.config import MemoConfig
-from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedModelError
-from memo_hf.host_memory import host_memory_for_this_rank
+from memo_hf.errors import HostMemoryError, MemoError, UnsupportedModelError
 from memo_hf.layers.attention import register
 from memo_hf.layers.call import LayerCall
 from memo_hf.layers.check import StackVerdict, Verdict, attention_configs, check_stack
 from memo_hf.layers.documents import find_documents
 from memo_hf.layers.layer_mode import WholeLayer
-from memo_hf.layers.locate import Stack, find_stacks
+from memo_hf.layers.locate import Stack, find_stacks, layers_of
 from memo_hf.layers.loss import install_chunked_loss
+from memo_hf.layers.patch import Patch
+from memo_hf.layers.refusals import refuse_compilation, refuse_replicas, refuse_what_cannot_be
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
 from memo_hf.layers.token_module import TokenModule
+from memo_hf.planner.budgets import host_budget_bytes
+from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.swap import SwapEngine
 from memo_hf.units import format_bytes
 
 logger = logging.getLogger("memo_hf")
 # Of enabled models, by id; a session holds its model, so an id cannot be another model's while its session lives.
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+_enabled_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -99,16 +103,22 @@ class Session:
     def __init__(self, model: nn.Module, config: MemoConfig):
         self.model, self.config = model, config
         self._engine: SwapEngine | None = None
-        self._patches: list[_Patch] = []
+        self._patches: list[Patch] = []
         self._undo_loss = None
         self._layers: list[LayerStats] = []
         self._budget: int | None = None
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
         self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
+        self._has_warned_of_nothing = False
         register()
-        _refuse_what_cannot_be(model)
+        refuse_what_cannot_be(model)
         stacks = find_stacks(model)
+        if any(layer in _enabled_layers for stack in stacks for _, layer in stack.layers):
+            raise UnsupportedModelError(
+                f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
+                "model that it was enabled on first"
+            )
         try:
             for stack in stacks:
                 self._install(stack)
@@ -175,26 +185,32 @@ class Session:
         """Leave the model as it was found and free all host memory. A second call does nothing."""
         for patch in reversed(self._patches):
             patch.undo()
+            _enabled_layers.discard(patch.module)
         self._patches.clear()
         if self._undo_loss:
             self._undo_loss()
             self._undo_loss = None
-        if self._engine:
+        self._close_engine()
+        _sessions.pop(id(self.model), None)
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
             self._total_swapped_bytes += self._engine.stats.swapped_bytes
             self._engine.close()
             self._engine = None
-        _sessions.pop(id(self.model), None)
 
     def _install(self, stack: Stack) -> None:
         checked = self._checked(stack)
         patched = _PatchedStack(self, stack, checked.layers)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
-            self._patches.append(_Patch(layer, patched.layer_forward(index, name, layer, verdict)))
+            self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
+            _enabled_layers.add(layer)
         for name in checked.after_layers if patched.attends else ():
             module = stack.module.get_submodule(name)
-            self._patches.append(_Patch(module, patched.module_forward(module)))
-        self._patches.append(_Patch(stack.module, patched.forward))
+            self._patches.append(Patch(module, patched.module_forward(module)))
+        self._patches.append(Patch(stack.module, patched.forward))
+        self._patches.append(Patch(stack.module, refuse_replicas, "_replicate_for_data_parallel"))
 
     def _checked(self, stack: Stack) -> StackVerdict:
         if self.config.mode == "layer":
@@ -202,9 +218,12 @@ class Session:
         return check_stack(stack)
 
     def engine(self, device: torch.device) -> SwapEngine:
-        """The swap engine, made at the first forward pass, when the model has its final place."""
+        """The swap engine of `device`, made when the model has its place, and anew where it has moved."""
+        if self._engine is not None and self._engine.device != device:
+            self._close_engine()
         if self._engine is None:
-            self._budget = host_memory_for_this_rank(self.config.host_memory_bytes)
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
+            self._budget = host_budget_bytes(self.config.host_memory_bytes, local_ranks=local_ranks)
             self._engine = SwapEngine(device, self._budget)
         return self._engine
 
@@ -214,8 +233,8 @@ class Session:
         if self._budget is not None and needed > self._budget:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
-                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, and "
-                f"this rank's budget is {format_bytes(self._budget)} ({self._budget} bytes). Raise "
+                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
+                f"and this rank's budget is {format_bytes(self._budget)} ({self._budget} bytes). Raise "
                 "MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
 
@@ -242,11 +261,24 @@ class Session:
         names = {name for name, _ in stack.layers}
         self._layers = [LayerStats(s.name, "layer", reason) if s.name in names else s for s in self._layers]
 
-    def end_forward(self, stack: Stack, planned_bytes: int) -> None:
-        """A training forward pass of `stack` is over, and was to swap this much."""
+    def end_forward(self, stack: Stack, step: Step) -> None:
+        """A training forward pass of `stack` is over. Says so, once, where it had nothing to swap."""
         self._forwards += not self._counted
         self._counted.add(stack.name)
-        self._planned_bytes += planned_bytes
+        self._planned_bytes += step.planned_bytes
+        if not step.planned_bytes and not self._has_warned_of_nothing:
+            self._has_warned_of_nothing = True
+            logger.warning(f"memo_hf swaps nothing: {self._why_nothing(step)}")
+
+    def _why_nothing(self, step: Step) -> str:
+        if step.last is None:
+            return "none of the layers ran under memo_hf; look for what else replaces their forward"
+        if not step.first_kept:
+            return (
+                f"MemoConfig(unswapped_layers={self.config.unswapped_layers}) keeps all {len(step.kinds)} layers on the "
+                "device"
+            )
+        return "the layers' inputs are not plain tensors with elements, and stay on the device"
 
 
 class _PatchedStack:
@@ -274,6 +306,10 @@ class _PatchedStack:
         if given is None or given.dim() < 2:
             return self._own_forward(*args, **kwargs)
         session = self._session
+        if torch.compiler.is_compiling():
+            refuse_compilation()
+        refuse_what_cannot_be(module)
+        self._refuse_other_layers()
         batch_size, num_tokens = given.shape[:2]
         if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
             session.skip_forward()
@@ -316,13 +352,21 @@ class _PatchedStack:
                 output = self._own_forward(*args, **kwargs)
         finally:
             self._running.step = before
-        self._session.end_forward(self._stack, step.planned_bytes)
+        self._session.end_forward(self._stack, step)
         return output
+
+    def _refuse_other_layers(self) -> None:
+        """Raise where a layer came after memo_hf was enabled: only memo_hf's attention would reach it."""
+        for name, layer in layers_of(self._stack.module, self._stack.name):
+            if layer not in _enabled_layers:
+                raise UnsupportedModelError(
+                    f"{name} was put there after memo_hf was enabled; call memo_hf.disable(model) and enable it again"
+                )
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
         engine = session.engine(device)
-        chunk_size = config.chunk_size or _default_chunk_size(batch_size * num_tokens)
+        chunk_size = config.chunk_size or default_chunk_tokens(batch_size * num_tokens)
         chunk_tokens = min(max(1, chunk_size // batch_size), num_tokens)
         session.begin_forward(self._stack, engine, chunk_tokens * batch_size)
         implementation = self._stack.module.config._attn_implementation
@@ -358,8 +402,6 @@ class _PatchedStack:
             step = getattr(self._running, "step", None)
             if step is None:
                 return own_forward(*args, **kwargs)
-            if layer.gradient_checkpointing:
-                raise ConfigError(_CHECKPOINTING_ALSO_ON)
             runner = (per_token or among_others) if self.attends else alone
             return runner(LayerCall(args, kwargs), step, index, name)
 
@@ -377,21 +419,6 @@ class _PatchedStack:
             return runner(hidden, step)
 
         return forward
-
-
-def _default_chunk_size(num_tokens: int) -> int:
-    """A sixteenth of the batch, so that a chunk's transients stay small beside what is there for all tokens anyway.
-
-    Below 512 tokens matrix products lose speed; above 4,096 nothing more is gained.
-    """
-    return min(4096, max(512, num_tokens // 16))
-
-
-_CHECKPOINTING_ALSO_ON = (
-    "activation checkpointing is on together with memo_hf, which replaces it. Turn it off: "
-    "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
-    "model.gradient_checkpointing_disable()."
-)
 
 
 def _num_cached(cache: Cache) -> int:
@@ -412,56 +439,6 @@ def _why_not_per_token(stack: nn.Module, kwargs: dict) -> str | None:
     if isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 2:
         return "its attention mask comes ready made, for every pair of tokens"
     return None
-
-
-def _refuse_what_cannot_be(model: nn.Module) -> None:
-    if id(model) in _sessions:
-        raise UnsupportedModelError("memo_hf is already enabled on this model; call memo_hf.disable(model) first")
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise UnsupportedModelError(
-                f"{name or 'the model'} is compiled with torch.compile, which would trace memo_hf's copies only once. "
-                "Enable memo_hf on the model without compiling it."
-            )
-        if type(module).__name__ == "CheckpointWrapper":
-            raise ConfigError(
-                f"{name} is wrapped in FSDP's activation checkpointing, which memo_hf replaces. Turn it off: "
-                "fsdp_activation_checkpointing: false in the accelerate config, or "
-                "fsdp_config={'activation_checkpointing': False} in TrainingArguments."
-            )
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ConfigError(_CHECKPOINTING_ALSO_ON)
-
-
-class _Patch:
-    """`forward` of one module replaced on the instance, so that hooks, FSDP and DDP around it go on as before."""
-
-    def __init__(self, module: nn.Module, forward):
-        self._module = module
-        self._had = "forward" in module.__dict__
-        self._before = module.__dict__.get("forward")
-        module.forward = _CopySafe(module, forward)
-
-    def undo(self) -> None:
-        if self._had:
-            self._module.forward = self._before
-        else:
-            del self._module.forward
-
-
-class _CopySafe:
-    """A patched forward. In a deep copy of its module it is the module's own forward: a copy is not enabled."""
-
-    def __init__(self, module: nn.Module, forward):
-        self._module, self._forward = module, forward
-        self.__wrapped__ = module.forward
-
-    def __call__(self, *args, **kwargs):
-        return self._forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo):
-        copied = memo.get(id(self._module), self._module)
-        return types.MethodType(type(copied).forward, copied)
 
 
 def session_of(model: nn.Module) -> Session:

@@ -74,9 +74,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
     """Every gradient is right to `tolerance`; the message names the worst."""
     errors = relative_errors(ours, theirs)
     worst = max(errors, key=errors.get)
-    assert errors[worst] <= tolerance, (
-        f"{worst}: relative error {errors[worst]:.2e}, allowed is {tolerance:.0e}"
-    )
+    assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e}, allowed is {tolerance:.0e}"
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

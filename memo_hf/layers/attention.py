@@ -33,7 +33,10 @@ def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
     if isinstance(role, Whole):
         role.num_calls += 1
         return role.attend(module, query, key, value, attention_mask=attention_mask, **kwargs), None
-    raise RuntimeError("memo_hf's attention was called outside of a layer that memo_hf runs")
+    raise UnsupportedModelError(
+        f"memo_hf's attention was called by a {type(module).__name__} outside of the layers that memo_hf runs. If a layer's "
+        "forward was replaced after memo_hf was enabled, call memo_hf.disable(model) and enable it again"
+    )
 
 
 def attend_as_asked(module, query, key, value, *, implementation, documents, **arguments):

@@ -158,7 +158,8 @@ def _in_place_of(layers: list[nn.Module], forwards: list[Callable]) -> Iterator[
 
 def _run_on_token_ids(stack: Stack, attention_name: str) -> None:
     device = next(stack.module.parameters()).device
-    ids = torch.randint(0, min(100, stack.module.config.vocab_size), (_BATCH, _TOKENS), device=device)
+    # The same each time, since the arguments of the layers may depend on them.
+    ids = torch.arange(3, 3 + _BATCH * _TOKENS, device=device).view(_BATCH, _TOKENS) % stack.module.config.vocab_size
     with attention_set_to(attention_name, attention_configs(stack.module)):
         stack.module(input_ids=ids, use_cache=False)
 
@@ -272,6 +273,8 @@ class _Trial:
         for part, moved_part in zip(parts, self._project(runner, moved), strict=True):
             self._others_unmoved(part, moved_part, "queries, keys and values")
         attended = self._attend(parts)
+        widths = dict(qkv_width=sum(part[0, 0].numel() for part in parts), attended_width=attended[0, 0].numel())
+        recipe = replace(recipe, **widths)
         for candidate in self._candidates(recipe):
             runner = TokenLayer(self.layer, self.forward, self.configs, candidate)
             try:
@@ -297,7 +300,7 @@ class _Trial:
     def _whole(self):
         call, before = self._call(self.ours), self.hidden.clone()
         args, kwargs = call.whole(self.hidden)
-        sizes = _container_sizes(kwargs)
+        contents = _contents(kwargs)
         role = Whole(self._attend_as_whole)
         try:
             with playing(role, self.configs):
@@ -309,7 +312,7 @@ class _Trial:
             raise _NotTokenwise(f"it calls transformers' attention interface {role.num_calls} times, not once")
         if not torch.equal(before, self.hidden):
             raise _NotTokenwise("it writes to its own input")
-        if _container_sizes(kwargs) != sizes:
+        if not _same_objects(_contents(kwargs), contents):
             raise _NotTokenwise("it shares state with other layers through an argument that it changes")
         if isinstance(output, tuple) and tensors_in(output[1:]):
             raise _NotTokenwise("it returns tensors beside its output")
@@ -365,6 +368,8 @@ class _Trial:
             projecting=tuple(dict.fromkeys(path for path, _ in outermost)),
             around=around,
             returns_tuple=isinstance(whole, tuple),
+            qkv_width=0,  # Not seen yet, nor is the next.
+            attended_width=0,
         )
 
     def _is_given(self, item: Tensor) -> bool:
@@ -417,10 +422,18 @@ def _output(output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _container_sizes(value) -> list[int]:
-    """Sizes of the dictionaries and lists in the arguments; a layer that shares state through one makes it grow."""
+def _contents(value) -> list:
+    """What the dictionaries, lists and plain objects in the arguments hold, and the versions of tensors."""
+    if isinstance(value, Tensor):
+        return [value, value._version]
     if isinstance(value, dict):
-        return [len(value)] + [size for item in value.values() for size in _container_sizes(item)]
+        return [value, *(part for item in value.values() for part in _contents(item))]
     if isinstance(value, list | tuple):
-        return [len(value)] + [size for item in value for size in _container_sizes(item)]
-    return []
+        return [value, *(part for item in value for part in _contents(item))]
+    return [value, *vars(value).values()] if hasattr(value, "__dict__") else [value]
+
+
+def _same_objects(some: list, others: list) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(a is b or type(a) is int and a == b for a, b in zip(some, others, strict=True))

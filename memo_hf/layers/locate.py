@@ -28,6 +28,17 @@ class Stack:
     layers: tuple[tuple[str, nn.Module], ...]
 
 
+def layers_of(module: nn.Module, name: str) -> tuple[tuple[str, nn.Module], ...]:
+    """(path, layer) of each decoder layer in the lists that `module`, of path `name`, holds itself."""
+    return tuple(
+        (f"{name}.{list_name}.{index}".lstrip("."), layer)
+        for list_name, children in module.named_children()
+        if isinstance(children, nn.ModuleList)
+        for index, layer in enumerate(children)
+        if isinstance(layer, GradientCheckpointingLayer)
+    )
+
+
 def find_stacks(model: nn.Module) -> list[Stack]:
     """Every stack of `model`, in module order.
 
@@ -36,15 +47,9 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     """
     stacks = []
     for name, module in model.named_modules():
-        layers = [
-            (f"{name}.{list_name}.{index}".lstrip("."), layer)
-            for list_name, children in module.named_children()
-            if isinstance(children, nn.ModuleList)
-            for index, layer in enumerate(children)
-            if isinstance(layer, GradientCheckpointingLayer)
-        ]
+        layers = layers_of(module, name)
         if layers:
-            stacks.append(Stack(name, module, tuple(layers)))
+            stacks.append(Stack(name, module, layers))
     if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no decoder layers: memo_hf looks for module lists of transformers' "

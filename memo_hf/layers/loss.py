@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from memo_hf.layers.chunked_head import HeadCall, InsideHead
 from memo_hf.layers.logits_ops import defer_logits
+from memo_hf.layers.patch import Patch
 from memo_hf.units import format_bytes
 
 
@@ -40,11 +41,10 @@ class ChunkedLoss:
 
     def __init__(self, reason: str | None = None):
         self.reason, self.calls, self.materialised = reason, 0, []
-        self._head = None
+        self._patch_of_head: Patch | None = None
 
     def _patch(self, model: nn.Module, head: nn.Module, chunk_tokens) -> None:
         stock = head.forward
-        self._head, self._before = head, head.__dict__.get("forward")
 
         def forward(hidden, *args, **kwargs):
             if isinstance(hidden, InsideHead):
@@ -59,12 +59,12 @@ class ChunkedLoss:
             self.calls += 1
             return logits
 
-        self._forward = head.forward = forward
+        self._patch_of_head = Patch(head, forward)
 
     def _rows_at_once(self, model, head, hidden, chunk_tokens) -> int | None:
         """Tokens per chunk, or None where this call is not a training forward or fits in one chunk."""
         training = model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if self._head is None or not training or not isinstance(hidden, torch.Tensor) or isinstance(hidden, DTensor):
+        if not training or not isinstance(hidden, torch.Tensor) or isinstance(hidden, DTensor):
             return None
         if hidden.dim() < 2 or not hidden.is_floating_point():
             return None
@@ -93,12 +93,9 @@ class ChunkedLoss:
 
     def __call__(self) -> None:
         """Give the head its own `forward` back. Safe to call twice, and where somebody else has wrapped ours since."""
-        head, self._head = self._head, None
-        if head is not None and head.__dict__.get("forward") is self._forward:
-            if self._before is None:
-                del head.forward
-            else:
-                head.forward = self._before
+        if self._patch_of_head is not None:
+            self._patch_of_head.undo()
+            self._patch_of_head = None
 
 
 def install_chunked_loss(

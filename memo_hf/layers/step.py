@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.documents import Documents
 from memo_hf.swap import SwapEngine, SwapGroup
-
 
 # When backward fetches what a layer has swapped, in the order in which there is room for it: see `LayerRecord`.
 CHUNKS, WHOLE, ATTENTION = 0, 1, 2
@@ -70,7 +70,15 @@ class Step:
 
     @contextmanager
     def layer(self, index: int, name: str, layer: torch.nn.Module, hidden: torch.Tensor) -> Iterator[LayerRecord]:
-        """The record of the next layer, for the body that runs it on `hidden`; its group is where saved tensors go."""
+        """The record of the next layer, for the body that runs it on `hidden`; its group is where saved tensors go.
+
+        Raises `UnsupportedModelError` where the layer is on another device than the model's input.
+        """
+        if hidden.device != self.engine.device:
+            raise UnsupportedModelError(
+                f"{name} is on {hidden.device} and the model's input on {self.engine.device}; memo_hf runs a model that is "
+                "on one device. Load it without a device_map, or split it with FSDP"
+            )
         frozen = not hidden.requires_grad and not any(parameter.requires_grad for parameter in layer.parameters())
         keep = index >= self.first_kept or frozen  # what has no backward pass has nothing to swap
         before = self.engine.stats.swapped_bytes

@@ -32,6 +32,8 @@ class Recipe:
         projecting: paths of the modules that have run when attention is called.
         around: paths of the modules that are running then: the layer itself and its attention.
         returns_tuple: the layer returns a tuple whose first item is its output.
+        qkv_width: numbers per token in queries, keys and values together.
+        attended_width: numbers per token in the attention output.
     """
 
     stubs: tuple[tuple[str, int], ...]
@@ -39,6 +41,8 @@ class Recipe:
     projecting: tuple[str, ...]
     around: tuple[str, ...]
     returns_tuple: bool
+    qkv_width: int
+    attended_width: int
 
     def nodes_using(self, path: str) -> tuple[bool, bool]:
         """Whether project, and whether finish, computes with the parameters that the module at `path` owns."""
@@ -78,7 +82,7 @@ class TokenLayer:
 
     def _run(self, call: LayerCall, step: Step, index: int, record: LayerRecord) -> tuple[Tensor, tuple]:
         hidden = call.take_hidden()
-        step.require(index, hidden.nbytes)
+        step.require(index, self._least_bytes(hidden, step.settings.rebuild_qkv))
         chunks = cut_into_chunks(call.num_tokens, step.settings.chunk_tokens, step.settings.swap_fraction)
         constants = tensors_in([call.args, call.kwargs]) + list(self.layer.buffers())
         trainable, frozen = self._parameters()
@@ -108,9 +112,6 @@ class TokenLayer:
             after_backward=record.begin_attend,
         )
         query, key, value, *passed = project.apply(hidden)
-        attended_bytes = query.nbytes // query.shape[-1] * value.shape[-1]
-        waiting = 0 if step.settings.rebuild_qkv else query.nbytes + key.nbytes + value.nbytes
-        step.require(index, hidden.nbytes + attended_bytes + waiting)
         rebuilder = _Rebuilder(project, record, (query, key, value)) if step.settings.rebuild_qkv else None
         with _AttentionSaves(record, rebuilder, constants).hooks():
             attended = self._attend(step, seen, query, key, value)
@@ -118,6 +119,12 @@ class TokenLayer:
         hidden = passed.pop() if passed else hidden
         (output,) = finish.apply(hidden, attended)
         return output, seen.get("rest", ())
+
+    def _least_bytes(self, hidden: Tensor, rebuild_qkv: bool) -> int:
+        """Bytes that the layer swaps at least: its input and its attention output, and q, k, v where they wait too."""
+        width = self.recipe.attended_width + (0 if rebuild_qkv else self.recipe.qkv_width)
+        itemsize = _dtype_in_attention(hidden).itemsize
+        return hidden.nbytes + hidden.shape[:2].numel() * width * itemsize
 
     def project(self, call: LayerCall, hidden: Tensor, start: int, stop: int, seen: dict) -> tuple[Tensor, ...]:
         """q, k, v of tokens [start, stop), each (batch, tokens, heads, head_dim); `seen` notes the attention's arguments."""
@@ -183,9 +190,13 @@ class TokenLayer:
 
 def _as_attention_wants(tensor: Tensor) -> Tensor:
     """Autocast gives attention all of its inputs in one dtype, where rotary embedding has made some of them fp32."""
+    return tensor.to(_dtype_in_attention(tensor))
+
+
+def _dtype_in_attention(tensor: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype is torch.float32:
-        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-    return tensor
+        return torch.get_autocast_dtype(tensor.device.type)
+    return tensor.dtype
 
 
 def _is_below(path: str, others) -> bool:

@@ -1,0 +1,56 @@
+"""What cannot be on together with memo_hf: activation checkpointing, compilation, replicas. Says so, and what to do.
+
+Called by the session. Knows neither steps nor layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memo_hf.errors import ConfigError, UnsupportedModelError
+
+_COMPILED = (
+    "torch.compile would trace memo_hf's copies and chunks once, and leave out what they do at run time. Train without "
+    "torch.compile."
+)
+_REPLICAS = (
+    "nn.DataParallel makes replicas of the model at each step, which memo_hf cannot follow. Start one process per GPU "
+    "(accelerate launch), or let one GPU be visible."
+)
+
+
+def refuse_what_cannot_be(model: nn.Module) -> None:
+    """Raise `ConfigError` or `UnsupportedModelError` where `model` has what memo_hf replaces, or cannot run.
+
+    Asked when a model is enabled and at each forward pass, since both may come later.
+    """
+    for name, module in model.named_modules():
+        where = name or f"the {type(module).__name__}"
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise UnsupportedModelError(f"{where} is compiled. {_COMPILED}")
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedModelError(_REPLICAS)
+        if type(module).__name__ == "CheckpointWrapper":
+            raise ConfigError(
+                f"{where} is wrapped in FSDP's activation checkpointing, which memo_hf replaces. Turn it off: "
+                "fsdp_activation_checkpointing: false in the accelerate config, or "
+                "fsdp_config={'activation_checkpointing': False} in TrainingArguments."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConfigError(
+                f"activation checkpointing of {where} is on together with memo_hf, which replaces it. Turn it off: "
+                "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
+                "model.gradient_checkpointing_disable()."
+            )
+
+
+@torch._disable_dynamo
+def refuse_compilation() -> None:
+    """Raise `UnsupportedModelError`. A compiler that traces the caller cannot trace this and leaves it to run time."""
+    raise UnsupportedModelError(f"the model is compiled. {_COMPILED}")
+
+
+def refuse_replicas() -> None:
+    """Raise `UnsupportedModelError`. Stands in for the method by which nn.DataParallel makes replicas."""
+    raise UnsupportedModelError(_REPLICAS)

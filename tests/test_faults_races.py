@@ -1,0 +1,193 @@
+"""Kind A of the cases: whole sessions under late copies, in any legal order, over poisoned memory, and on real threads."""
+
+import threading
+
+import pytest
+import torch
+
+import memo_hf
+from memo_hf.swap import SwapEngine
+from tests.harness.sessions import (
+    IDS,
+    SETTINGS,
+    TOKEN,
+    assert_nothing_left,
+    assert_same_bits,
+    enabled,
+    kept,
+    simulate,
+    small,
+)
+from tests.tiny_models import gradients, random_ids, worst_relative_error
+
+
+def check_any_order(monkeypatch, settings, seed=0, eagerness=0.3, steps=2, family="llama"):
+    """Gradients of `steps` steps equal those of the same chunks kept on the device, and the plain model's nearly."""
+    model = small(family)
+    plain = gradients(model, IDS)
+    expected = kept(model, settings=settings)
+    backends = simulate(monkeypatch, seed, eagerness)
+    session = enabled(model, **settings)
+    for _ in range(steps):
+        assert_same_bits(gradients(model, IDS), expected)
+    assert worst_relative_error(expected, plain) < 1e-5
+    assert session.stats.swapped_bytes == session.stats.planned_bytes > 0  # case 43
+    assert_nothing_left(session)
+    memo_hf.disable(model)
+    assert not backends[0].faults and backends[0].closed
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed, eagerness", [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.95)])
+def test_any_legal_order_gives_the_same_gradients(monkeypatch, settings, seed, eagerness):  # cases 1, 3, 7, 8 and 10
+    check_any_order(monkeypatch, SETTINGS[settings], seed, eagerness)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_the_ends_of_the_swap_fraction(monkeypatch, fraction):
+    check_any_order(monkeypatch, {**TOKEN, "swap_fraction": fraction, "unswapped_layers": 0}, eagerness=0.1)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_worker_thread_gives_the_same_gradients(settings):
+    model = small()
+    expected = kept(model, settings=SETTINGS[settings])
+    session = enabled(model, **SETTINGS[settings])
+    for _ in range(3):
+        assert_same_bits(gradients(model, IDS), expected)
+    assert_nothing_left(session)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_two_micro_batches_in_flight(monkeypatch, settings, layers, last_first):  # case 6
+    """Both forward passes before either backward pass, in either order."""
+    settings = {**SETTINGS[settings], "unswapped_layers": 0}
+    model, batches = small(layers=layers), [IDS, random_ids(2, 20, seed=5)]
+    one, other = (kept(model, ids, settings=settings) for ids in batches)
+    simulate(monkeypatch, eagerness=0.2)
+    session = enabled(model, **settings)
+    losses = [model(input_ids=ids, labels=ids).loss for ids in batches]
+    for loss in reversed(losses) if last_first else losses:
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, one[name] + other[name], rtol=1e-6, atol=1e-7)
+    del loss, losses
+    assert_nothing_left(session)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_graph_is_used_twice(monkeypatch, settings):  # cases 1 and 30
+    model = small()
+    expected = kept(model, settings=SETTINGS[settings])
+    simulate(monkeypatch, eagerness=0.2)
+    session = enabled(model, **SETTINGS[settings])
+    loss = model(input_ids=IDS, labels=IDS).loss
+    for _ in range(2):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        assert_same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    del loss
+    assert_nothing_left(session)
+
+
+def losses_of_training(num_steps, **settings):
+    model = small(layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = enabled(model, **settings)
+    losses = []
+    for step in range(num_steps):
+        ids = random_ids(1, 8 + step % 5, seed=step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, session.stats
+
+
+def test_a_long_training_is_equal_to_the_bit(monkeypatch):  # case 11
+    settings = dict(swap_fraction=0.5, chunk_size=6)
+    expected, _ = losses_of_training(30, **settings, unswapped_layers=99)
+    on_thread, stats = losses_of_training(30, **settings, unswapped_layers=0)
+    assert on_thread == expected and stats.total_swapped_bytes > 0 and stats.forwards == 30
+    simulate(monkeypatch)
+    assert losses_of_training(30, **settings, unswapped_layers=0)[0] == expected
+
+
+def test_host_memory_is_mapped_in_the_first_two_steps_only():  # case 13
+    model = small()
+    session = enabled(model, **TOKEN)
+    counts = []
+    for _ in range(5):
+        gradients(model, IDS)
+        counts.append(session.engine(IDS.device).stats.host_allocations)
+    assert counts[1:] == [counts[1]] * 4 and counts[0] > 0
+
+
+def test_two_models_take_turns():
+    """Two sessions in one process, one forward pass of the other between each forward and backward pass."""
+    models = small(), small("qwen2", seed=3)
+    expected = [kept(model, settings=TOKEN) for model in models]
+    sessions = [enabled(model, **TOKEN) for model in models]
+    for _ in range(2):
+        losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
+        for model, loss, theirs in zip(models, losses, expected, strict=True):
+            model.zero_grad()
+            loss.backward()
+            assert_same_bits({name: p.grad for name, p in model.named_parameters()}, theirs)
+    del losses, loss
+    for session in sessions:
+        assert_nothing_left(session)
+    memo_hf.disable(models[0])
+    assert_same_bits(gradients(models[1], IDS), expected[1])
+
+
+def test_two_models_on_two_threads():
+    models = small(), small(seed=3)
+    expected = [kept(model, settings=TOKEN) for model in models]
+    failures = []
+
+    def work(model, theirs):
+        try:
+            for _ in range(3):
+                assert_same_bits(gradients(model, IDS), theirs)
+        except BaseException as failure:  # a thread's exception would be lost
+            failures.append(failure)
+
+    for model in models:
+        enabled(model, **TOKEN)
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(models, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not failures, failures
+
+
+def test_what_autograd_saves_from_the_middle_of_a_storage(monkeypatch):  # case 4
+    """Labels are saved as an int64 view that starts at the second token, and freed by the model before backward."""
+    backends = simulate(monkeypatch)
+    from memo_hf import session
+
+    engine = session.SwapEngine(torch.device("cpu"), 2**20)
+    assert isinstance(engine, SwapEngine)
+    group = engine.open_group()
+    labels = torch.arange(100)
+    with torch.autograd.graph.saved_tensors_hooks(group.put, lambda handle: handle.get()):
+        scores = torch.randn(60, 100, requires_grad=True)
+        loss = torch.nn.functional.cross_entropy(scores, labels[1:61])
+    group.seal()
+    expected = scores.detach().softmax(1)
+    expected[range(60), labels[1:61]] -= 1
+    labels.fill_(-1), scores.data.fill_(float("nan"))
+    group.prefetch()
+    with pytest.raises(RuntimeError, match="in-place"):
+        loss.backward()
+    assert not backends[0].faults
+    engine.close()
