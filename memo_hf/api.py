@@ -1,4 +1,4 @@
-"""`enable` and `disable`: memo_hf on a model for plain torch loops. The Trainer and Accelerate integrations call these."""
+"""`enable` and `disable`: memo_hf in plain torch loops. The Trainer and Accelerate integrations call these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MemoConfig`: every setting of memo_hf, checked when it is made. Help texts live here and feed the CLI and the docs."""
+"""`MemoConfig`: every setting of memo_hf, checked when it is made. Help texts live here and feed CLI and docs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MemoConfig:
     )
     mode: str = _option(
         "auto",
-        "'auto': token mode for each layer that passes the check, layer mode for the rest. 'layer': layer mode for all.",
+        "'auto': token mode for each layer that passes the check, layer mode for the rest. 'layer': for all.",
         choices=["auto", "layer"],
     )
     chunked_loss: bool = _option(True, "Compute the loss in chunks, so that the logits never exist in full.")

@@ -275,8 +275,8 @@ class Session:
             return "none of the layers ran under memo_hf; look for what else replaces their forward"
         if not step.first_kept:
             return (
-                f"MemoConfig(unswapped_layers={self.config.unswapped_layers}) keeps all {len(step.kinds)} layers on the "
-                "device"
+                f"MemoConfig(unswapped_layers={self.config.unswapped_layers}) keeps all {len(step.kinds)} layers "
+                "on the device"
             )
         return "the layers' inputs are not plain tensors with elements, and stay on the device"
 

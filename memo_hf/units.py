@@ -37,7 +37,7 @@ def parse_bytes(text: str | int | float, what: str = "bytes") -> int:
 
 
 def parse_count(text: str | int | float, what: str = "tokens") -> int:
-    """A token count from "128K" (131,072), "1M" (1,048,576, as in the paper) or a plain number. Raises `ConfigError`."""
+    """A token count from "128K" (131,072), "1M" (1,048,576, as in the paper) or a number. Raises `ConfigError`."""
     return _parse(text, _COUNT_UNITS, what)
 
 

@@ -1,4 +1,4 @@
-"""Kind A of the cases: whole sessions under late copies, in any legal order, over poisoned memory, and on real threads."""
+"""Kind A of the cases: whole sessions under late copies, in any legal order, over poison, and on real threads."""
 
 import threading
 

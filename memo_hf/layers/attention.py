@@ -15,7 +15,7 @@ from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Finish, Proje
 
 
 def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
-    """transformers' attention signature: q, k, v (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim)."""
+    """As transformers calls it: q, k, v (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim)."""
     role = current_role()
     if isinstance(role, Project):
         role.module = module
@@ -34,8 +34,8 @@ def memo_attention(module, query, key, value, attention_mask=None, **kwargs):
         role.num_calls += 1
         return role.attend(module, query, key, value, attention_mask=attention_mask, **kwargs), None
     raise UnsupportedModelError(
-        f"memo_hf's attention was called by a {type(module).__name__} outside of the layers that memo_hf runs. If a layer's "
-        "forward was replaced after memo_hf was enabled, call memo_hf.disable(model) and enable it again"
+        f"memo_hf's attention was called by a {type(module).__name__} outside of the layers that memo_hf runs. If a "
+        "layer's forward was replaced after memo_hf was enabled, call memo_hf.disable(model) and enable it again"
     )
 
 

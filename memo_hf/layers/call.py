@@ -49,7 +49,7 @@ class LayerCall:
         self.batch_size, self.num_tokens = self.hidden.shape[:2]
 
     def take_hidden(self) -> torch.Tensor:
-        """The layer input (batch, tokens, hidden); the call forgets it, so that it does not outlive the forward pass."""
+        """The layer input (batch, tokens, hidden); the call forgets it, so that it does not outlive forward."""
         hidden, self.hidden = self.hidden, None
         return hidden
 

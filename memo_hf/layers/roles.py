@@ -28,7 +28,7 @@ class AttentionReached(Exception):
 
 @dataclass
 class Project:
-    """Notes what the layer hands to attention: q, k, v as (batch, heads, tokens, head_dim) and the keyword arguments."""
+    """Notes what the layer hands to attention: q, k, v (batch, heads, tokens, head_dim) and keyword arguments."""
 
     module: nn.Module | None = None
     query_key_value: tuple[torch.Tensor, ...] = ()
@@ -86,7 +86,7 @@ def playing(role, configs: tuple) -> Iterator:
 
 @contextmanager
 def stubbed(stubs: dict[nn.Module, tuple[int, ...]]) -> Iterator[None]:
-    """Replace each module's forward by one that returns a meta tensor: its input's shape with the last width changed."""
+    """Replace each module's forward by one that returns a meta tensor of its input's shape, the last width changed."""
 
     def make(width):
         def forward(inputs, *args, **kwargs):

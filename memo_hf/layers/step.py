@@ -63,7 +63,7 @@ class Step:
     _seen: dict = field(default_factory=dict)
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
-        """The user's own attention over the whole sequence: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
+        """The user's own attention, over all tokens: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
         return attend_as_asked(
             module, query, key, value, implementation=self.implementation, documents=self.documents, **arguments
         )
@@ -76,8 +76,8 @@ class Step:
         """
         if hidden.device != self.engine.device:
             raise UnsupportedModelError(
-                f"{name} is on {hidden.device} and the model's input on {self.engine.device}; memo_hf runs a model that is "
-                "on one device. Load it without a device_map, or split it with FSDP"
+                f"{name} is on {hidden.device} and the model's input on {self.engine.device}; memo_hf runs a model "
+                "that is on one device. Load it without a device_map, or split it with FSDP"
             )
         frozen = not hidden.requires_grad and not any(parameter.requires_grad for parameter in layer.parameters())
         keep = index >= self.first_kept or frozen  # what has no backward pass has nothing to swap

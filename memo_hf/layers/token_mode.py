@@ -127,7 +127,7 @@ class TokenLayer:
         return hidden.nbytes + hidden.shape[:2].numel() * width * itemsize
 
     def project(self, call: LayerCall, hidden: Tensor, start: int, stop: int, seen: dict) -> tuple[Tensor, ...]:
-        """q, k, v of tokens [start, stop), each (batch, tokens, heads, head_dim); `seen` notes the attention's arguments."""
+        """q, k, v of tokens [start, stop), each (batch, tokens, heads, d); `seen` notes the attention's arguments."""
         args, kwargs = call.on_tokens(hidden, start, stop)
         role = Project()
         with playing(role, self.configs):

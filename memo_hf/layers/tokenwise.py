@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from memo_hf.layers.roles import substituted
 from memo_hf.swap import Handle, SwapGroup
 
-# Autograd functions between a parameter and a saved view or cast of it (autocast casts weights, Linear transposes them).
+# Autograd functions between a parameter and a saved view or cast of it (autocast casts, Linear transposes).
 _VIEWS_AND_CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
 
 
@@ -153,7 +153,7 @@ class Node:
         return whole
 
     def gather(self, whole, parts: tuple[Tensor, ...], chunk: Chunk, num_tokens: int):
-        """`whole` with the chunk's outputs in place; made at the first chunk, and the parts themselves for a single one."""
+        """`whole` with the chunk's outputs in place; made at the first chunk. A single chunk's parts are the whole."""
         if len(self.chunks) == 1:
             return list(parts)
         if whole is None:
