@@ -266,7 +266,8 @@ class Session:
         self._forwards += not self._counted
         self._counted.add(stack.name)
         self._planned_bytes += step.planned_bytes
-        if not step.planned_bytes and not self._has_warned_of_nothing:
+        expects_some = step.last is None or not step.is_frozen
+        if expects_some and not step.planned_bytes and not self._has_warned_of_nothing:
             self._has_warned_of_nothing = True
             logger.warning(f"memo_hf swaps nothing: {self._why_nothing(step)}")
 

@@ -47,7 +47,7 @@ def attention_configs(module: nn.Module) -> tuple:
 
 @dataclass(frozen=True)
 class StackVerdict:
-    """What the check found out about a stack: a verdict for each layer, and which children are token-wise after them."""
+    """What the check found out about a stack: a verdict for each layer, and the token-wise children after them."""
 
     layers: list[Verdict]
     after_layers: list[str]

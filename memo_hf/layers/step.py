@@ -47,6 +47,7 @@ class Step:
         kinds: for each layer, an object that it shares with the layers built alike.
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
+        is_frozen: no layer so far has a backward pass.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
         last: the last layer that has run.
     """
@@ -60,6 +61,7 @@ class Step:
     require_host: Callable[[int, int], None]
     planned_bytes: int = 0
     last: LayerRecord | None = None
+    is_frozen: bool = True
     _seen: dict = field(default_factory=dict)
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
@@ -80,6 +82,7 @@ class Step:
                 "that is on one device. Load it without a device_map, or split it with FSDP"
             )
         frozen = not hidden.requires_grad and not any(parameter.requires_grad for parameter in layer.parameters())
+        self.is_frozen &= frozen
         keep = index >= self.first_kept or frozen  # what has no backward pass has nothing to swap
         before = self.engine.stats.swapped_bytes
         record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
