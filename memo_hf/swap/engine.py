@@ -89,7 +89,8 @@ class SwapEngine:
     def open_group(self, *, keep: bool = False, label: str = "") -> SwapGroup:
         """A group for what one layer's forward saves.
 
-        Waits until at most `max_in_flight - 1` older groups are still being offloaded.
+        Waits until of the older groups only the last `max_in_flight - 1` are still being offloaded. One that keeps
+        everything counts among these, since it holds device memory too.
 
         Args:
             keep: leave everything on the device.
@@ -98,12 +99,11 @@ class SwapEngine:
         with self._lock:
             self._require_open()
             self._reap()
-            while len(groups := {serial for serial, _ in self._offloading}) >= self._max_in_flight:
-                oldest = min(groups)
-                for serial, copy in self._offloading:
-                    if serial == oldest:
-                        self._backend.wait(copy)
-                self._offloading = deque(item for item in self._offloading if item[0] != oldest)
+            last_to_end = self._num_groups + 1 - self._max_in_flight
+            for serial, copy in self._offloading:
+                if serial <= last_to_end:
+                    self._backend.wait(copy)
+            self._offloading = deque(item for item in self._offloading if item[0] > last_to_end)
             self._num_groups += 1
             return SwapGroup(self, self._num_groups, keep, label)
 
