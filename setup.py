@@ -4,6 +4,7 @@ Without them the package installs as pure Python, with the stock allocator, and 
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -26,6 +27,7 @@ def cpu_library(torch_path):
         library_dirs=[str(torch_path / "lib")],
         libraries=["c10"],
         language="c++",
+        optional=True,
     )
 
 
@@ -49,9 +51,9 @@ class OptionalBuild(build_ext):
             for extension in self.extensions:
                 extension.extra_compile_args += ["-Wall", "-Wextra", "-Werror"]
 
-    def run(self):
+    def build_extension(self, ext):
         try:
-            super().run()
+            super().build_extension(ext)
         except Exception as error:
             if self.werror:
                 raise
@@ -67,7 +69,8 @@ class OptionalBuild(build_ext):
 def extensions():
     spec = importlib.util.find_spec("torch")
     if spec is None:
-        print(f"memo_hf: installed without its C++ allocator (torch is not here while building); {MENDING}")
+        if not {"egg_info", "dist_info"} & set(sys.argv):  # once, not at each step of an installation
+            print(f"memo_hf: installed without its C++ allocator (torch is not here while building); {MENDING}")
         return []
     return [cpu_library(Path(spec.origin).parent)]
 
