@@ -14,18 +14,30 @@ HERE = Path(__file__).parent
 MENDING = "to add it: pip install torch, a C++ compiler, then pip install --no-build-isolation memo_hf"
 
 
-def cpu_library(torch_path):
+CORE = ["csrc/core.cpp", "csrc/arena.cpp", "csrc/c_api.cpp"]
+LIBRARIES = {
+    "memo_hf.allocator.libmemo_cpu": ["csrc/cpu_allocator.cpp", *CORE],
+    "memo_hf.allocator.libmemo_cuda": [
+        "csrc/cuda_allocator.cpp",
+        "csrc/cuda_runtime.cpp",
+        "csrc/torch_error.cpp",
+        *CORE,
+    ],
+}
+
+
+def library(name, sources, torch_path):
     version = {}
     exec((torch_path / "version.py").read_text(), version)
     release = version["__version__"].split("+")[0]
     return Extension(
-        "memo_hf.allocator.libmemo_cpu",
-        sources=["csrc/cpu_allocator.cpp"],
-        depends=["csrc/c_api.h"],
+        name,
+        sources=sources,
+        depends=[str(header.relative_to(HERE)) for header in HERE.glob("csrc/*.h*")],
         define_macros=[("MEMO_TORCH_VERSION", f'"{release}"')],
         extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", f"-isystem{torch_path / 'include'}"],
         library_dirs=[str(torch_path / "lib")],
-        libraries=["c10"],
+        libraries=["c10", "dl"],
         language="c++",
         optional=True,
     )
@@ -72,7 +84,7 @@ def extensions():
         if not {"egg_info", "dist_info"} & set(sys.argv):  # once, not at each step of an installation
             print(f"memo_hf: installed without its C++ allocator (torch is not here while building); {MENDING}")
         return []
-    return [cpu_library(Path(spec.origin).parent)]
+    return [library(name, sources, Path(spec.origin).parent) for name, sources in LIBRARIES.items()]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})
