@@ -32,6 +32,8 @@ const char* memo_core_add_plan(memo_core* core, const memo_planned_request* requ
 
 void memo_core_clear_plans(memo_core* core) { of(core).clear_plans(); }
 
+void memo_core_retire_arena(memo_core* core) { of(core).retire_arena(); }
+
 int memo_core_begin_step(memo_core* core, uint32_t plan) { return of(core).begin_step(plan) ? 1 : 0; }
 
 void memo_core_mark(memo_core* core, uint32_t phase) { of(core).mark(phase); }

@@ -75,8 +75,12 @@ MEMO_EXPORT uint64_t memo_core_take_peak(memo_core* core);
 MEMO_EXPORT const char* memo_core_add_plan(memo_core* core, const memo_planned_request* requests, size_t count,
                                            uint64_t arena_bytes, uint32_t* plan);
 
-// Forgets all plans. Blocks at planned addresses stay valid; the arena goes when the last of them is freed.
+// Forgets all plans and their misses. Blocks at planned addresses stay valid; the arena goes when the last of them is freed.
 MEMO_EXPORT void memo_core_clear_plans(memo_core* core);
+
+// The next planned step gets a new arena. For a plan that is made again: blocks that stay, and took addresses of the
+// old plan by chance, are out of its way then.
+MEMO_EXPORT void memo_core_retire_arena(memo_core* core);
 
 // A step begins, served from the plan, or dynamically for MEMO_NO_PLAN. Returns 0 where the plan cannot be served, since
 // there is no such plan or no memory for its arena; the step is served dynamically then, correct all the same.

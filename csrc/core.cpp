@@ -47,7 +47,7 @@ void* Core::planned_address(std::uint64_t bytes, Stream stream) {
     for (std::size_t i = lane.next; i < end; ++i) {
       if (lane.requests[i].bytes != bytes) continue;
       lane.next = i + 1;
-      void* const data = arenas_.back()->take(lane.requests[i].offset, bytes, stream);
+      void* const data = arena_->take(lane.requests[i].offset, bytes, stream);
       if (data == nullptr) {
         counts_.num_conflicts += 1;
         misses_[phase_] += 1;
@@ -83,7 +83,7 @@ bool Core::free_planned(const void* data) {
   const std::uint64_t bytes = arena->give_back(data);
   counts_.planned_live_bytes -= bytes;
   count_free(data, bytes);
-  if (arena->idle() && (plans_.empty() || arena != arenas_.back().get())) drop_idle_arenas();
+  if (arena->idle() && arena != arena_) drop_idle_arenas();
   return true;
 }
 
@@ -145,7 +145,16 @@ void Core::clear_plans() {
   if (last_plan_ != nullptr && last_plan_->many_streams) device_.synchronize();
   plan_ = nullptr;
   last_plan_ = nullptr;
+  arena_ = nullptr;
   plans_.clear();
+  misses_.clear();
+  drop_idle_arenas();
+}
+
+void Core::retire_arena() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_ = nullptr;
+  arena_ = nullptr;
   drop_idle_arenas();
 }
 
@@ -182,11 +191,12 @@ void Core::end_step() {
 }
 
 bool Core::make_arena(std::uint64_t bytes) {
-  if (!arenas_.empty() && arenas_.back()->bytes() >= bytes) return true;
+  if (arena_ != nullptr && arena_->bytes() >= bytes) return true;
+  arena_ = nullptr;
   drop_idle_arenas();
   char* const base = device_.allocate_arena(bytes);
   if (base == nullptr) return false;
-  arenas_.push_back(std::make_unique<Arena>(device_, base, bytes));
+  arena_ = arenas_.emplace_back(std::make_unique<Arena>(device_, base, bytes)).get();
   counts_.arena_bytes += bytes;
   update_peaks();
   return true;
@@ -194,9 +204,10 @@ bool Core::make_arena(std::uint64_t bytes) {
 
 void Core::drop_idle_arenas() {
   std::erase_if(arenas_, [this](const std::unique_ptr<Arena>& arena) {
-    const bool in_use = !arena->idle() || (plan_ != nullptr && arena == arenas_.back());
-    if (!in_use) counts_.arena_bytes -= arena->bytes();
-    return !in_use;
+    const bool needed = !arena->idle() || (plan_ != nullptr && arena.get() == arena_);
+    if (!needed) counts_.arena_bytes -= arena->bytes();
+    if (!needed && arena.get() == arena_) arena_ = nullptr;
+    return !needed;
   });
 }
 

@@ -42,6 +42,7 @@ class Core {
   // Throws std::invalid_argument that says what is wrong.
   std::uint32_t add_plan(const memo_planned_request* requests, std::size_t count, std::uint64_t arena_bytes);
   void clear_plans();
+  void retire_arena();
   bool begin_step(std::uint32_t plan);
   void mark(std::uint32_t phase);
   void end_step();
@@ -84,7 +85,8 @@ class Core {
   std::mutex mutex_;
   Device& device_;
   memo_statistics counts_{};
-  std::vector<std::unique_ptr<Arena>> arenas_;  // the last one is in use; earlier ones wait for their blocks to end
+  std::vector<std::unique_ptr<Arena>> arenas_;
+  Arena* arena_ = nullptr;  // the one that plans are served from; the others wait for their blocks to end
   std::vector<std::unique_ptr<Plan>> plans_;
   Plan* plan_ = nullptr;         // of the step that is on; null: dynamic
   const Plan* last_plan_ = nullptr;

@@ -153,6 +153,28 @@ void blocks_may_outlive_steps_plans_and_the_arena() {
   CHECK(device.arenas == 1);
 }
 
+void a_retired_arena_is_out_of_the_way() {
+  TestDevice device;
+  Core core(device);
+  const auto plan = add(core, {{0, 0, 100, 0}}, K);
+  core.begin_step(plan);
+  core.mark(0);
+  void* const stays = core.allocate(100, nullptr);
+  core.retire_arena();
+  CHECK(core.allocate(100, nullptr) == nullptr);  // until the next step
+  core.begin_step(plan);
+  core.mark(0);
+  void* const data = core.allocate(100, nullptr);
+  CHECK(data != nullptr && data != stays && device.arenas == 2 && core.statistics().arena_bytes == 2 * K);
+  CHECK(core.free_planned(stays));
+  CHECK(device.arenas == 1);
+  CHECK(core.free_planned(data));
+  CHECK(device.arenas == 1);
+  core.end_step();
+  core.retire_arena();
+  CHECK(device.arenas == 0);
+}
+
 void no_memory_for_the_arena_means_dynamic() {
   TestDevice device;
   Core core(device);
@@ -435,6 +457,7 @@ int main() {
   RUN(requests_left_out_are_skipped);
   RUN(live_blocks_never_overlap);
   RUN(blocks_may_outlive_steps_plans_and_the_arena);
+  RUN(a_retired_arena_is_out_of_the_way);
   RUN(no_memory_for_the_arena_means_dynamic);
   RUN(other_streams_are_waited_for_when_the_address_is_used_again);
   RUN(a_change_of_plan_synchronizes_many_streams);

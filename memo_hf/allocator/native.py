@@ -46,6 +46,7 @@ _CORE_FUNCTIONS = {
         [_pointer, ctypes.POINTER(PlannedRequest), _size, ctypes.c_uint64, ctypes.POINTER(_number)],
     ),
     "memo_core_clear_plans": (None, [_pointer]),
+    "memo_core_retire_arena": (None, [_pointer]),
     "memo_core_begin_step": (ctypes.c_int, [_pointer, _number]),
     "memo_core_mark": (None, [_pointer, _number]),
     "memo_core_end_step": (None, [_pointer]),
