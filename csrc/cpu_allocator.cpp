@@ -9,6 +9,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -30,6 +31,7 @@ class CpuDevice final : public memo::Device {
  public:
   char* allocate_arena(std::uint64_t bytes) override {
     if (bytes > SIZE_MAX - kHugePageBytes) return nullptr;
+    malloc_trim(0);  // what the heap keeps of the steps before is not needed beside the arena
     const std::size_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
     void* const base = std::aligned_alloc(kHugePageBytes, rounded);
     // The arena stays for the whole training: fewer, larger pages are worth their first touch. Advice only.

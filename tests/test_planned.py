@@ -250,7 +250,7 @@ def test_a_thread_that_marks_nothing_changes_nothing(make):
 
 
 def test_blocks_freed_by_another_thread_may_be_late(make):
-    """A copy thread lets go of what it has copied when it likes, at most two phases on: nothing conflicts."""
+    """A copy thread lets go of what it has copied when it likes, within the next phase: nothing conflicts."""
     allocator = make()
     training = Training(allocator)
     handed, threads, late = [], [], False
@@ -394,12 +394,12 @@ def test_steps_that_differ_too_much_are_not_planned_forever(make):
         held = [torch.full((size[0] * 10 + i,), float(i)) for i in range(30)]
         assert all((one == i).all() for i, one in enumerate(held))
 
-    for _ in range(20):
+    for _ in range(30):
         step()
         allocator.end_step()
         assert allocator.finish_planning(60)
-    assert sum("planning the addresses" in line for line in allocator.lines) == 3
-    assert allocator.lines[-1].endswith("it is not used any more")
+    assert sum("planning the addresses" in line for line in allocator.lines) == 4
+    assert "these steps are served without" in allocator.lines[-1]
     assert allocator.plan is None
 
 

@@ -23,9 +23,10 @@ from memo_hf.units import format_bytes
 
 logger = logging.getLogger("memo_hf")
 _MAX_PLANS = 32  # shapes beyond these are served dynamically
-_MAX_TRIES = 3  # recordings of one shape; then its steps are too different from each other
-_BAD_STEPS = 3  # so many steps in a row below this share of requests served from the plan, and it is made again
-_GOOD_SHARE = 0.95
+_MAX_TRIES = 4  # recordings of one shape
+_JUDGED_STEPS = 4  # after so many served steps together the plan is judged
+_GOOD_SHARE = 0.999  # of requests served from the plan; below, it is made again
+_USELESS_SHARE = 0.5  # a last plan below this is not used any more
 
 
 @dataclass
@@ -35,16 +36,13 @@ class _Shape:
     fingerprint: str
     num_steps: int = 0
     tries: int = 0
+    record_next: bool = True
+    recording: Recording | None = None  # all that were made, merged
     plan: ServingPlan | None = None
     number: int | None = None  # of the plan in the allocator
-    bad_steps: int = 0
-
-
-@dataclass
-class _Solving:
-    shape: _Shape
-    recording: Recording
-    solver: Solver
+    judged_steps: int = 0
+    served: int = 0
+    failed: int = 0
 
 
 class PlannedAllocator:
@@ -80,7 +78,7 @@ class PlannedAllocator:
         self._shapes: dict[str, _Shape] = {}
         self._current: _Shape | None = None
         self._served = self._recording = False
-        self._solving: _Solving | None = None
+        self._solving: tuple[_Shape, Solver] | None = None
         self._memory = DeviceMemory(torch.device(device))
         self._before: MemoryStats = self._memory.stats
 
@@ -97,19 +95,16 @@ class PlannedAllocator:
         self._current = known
         known.num_steps += 1
         # The first step of a process makes what lasts: at planned addresses it would be in the way of all later steps.
-        self._served = known.number is not None and known.num_steps > 1
-        if self._served:
-            if not self._memory.begin_step(known.number):
-                self._report(
-                    f"memo_hf: no {format_bytes(known.plan.arena_bytes)} for planned addresses in this step; it is "
-                    "served without"
-                )
-        else:
-            wanted = known.number is None and known.num_steps > 1 and self._solving is None
-            self._recording = wanted and known.tries < _MAX_TRIES and len(self._shapes) <= _MAX_PLANS
-            if self._recording:
-                self._memory.start_recording()
-            self._memory.begin_step(None)
+        first = known.num_steps == 1
+        self._served = known.number is not None and not first
+        self._recording = known.record_next and not first and self._solving is None
+        if self._recording:
+            self._memory.start_recording()
+        if not self._memory.begin_step(known.number if self._served else None):
+            self._report(
+                f"memo_hf: no {format_bytes(known.plan.arena_bytes)} for planned addresses in this step; it is "
+                "served without"
+            )
         self._before = self._memory.stats
 
     def mark(self, phase: str) -> None:
@@ -127,11 +122,11 @@ class PlannedAllocator:
         if shape is None:
             return
         self._memory.end_step()
+        if self._served:
+            self._judge(shape)
         if self._recording:
             self._recording = False
             self._start_solving(shape)
-        elif self._served:
-            self._judge(shape)
 
     @property
     def stats(self) -> MemoryStats:
@@ -145,19 +140,20 @@ class PlannedAllocator:
 
     def finish_planning(self, timeout_seconds: float) -> bool:
         """Waits for the process that is placing a step, whose plan the next step installs. False: it takes longer."""
-        return self._solving is None or self._solving.solver.wait(timeout_seconds)
+        return self._solving is None or self._solving[1].wait(timeout_seconds)
 
     def close(self) -> None:
         """Ends planning and serving. Tensors at planned addresses stay valid. May be called twice."""
         self._served = self._recording = False
         self._current = None
         if self._solving:
-            self._solving.solver.close()
+            self._solving[1].close()
             self._solving = None
         self._memory.close()
 
     def _add_shape(self, shape: str) -> _Shape:
         added = self._shapes[shape] = _Shape(f"{self._fingerprint}; {shape}")
+        added.record_next = len(self._shapes) <= _MAX_PLANS
         path = self._path(added)
         if path is not None and path.exists():
             try:
@@ -173,33 +169,37 @@ class PlannedAllocator:
         return self._folder / f"addresses-{hashlib.sha256(shape.fingerprint.encode()).hexdigest()[:16]}.json"
 
     def _serve(self, shape: _Shape, plan: ServingPlan) -> None:
-        shape.number, shape.plan, shape.bad_steps = self._memory.add_plan(plan), plan, 0
+        shape.number, shape.plan, shape.record_next = self._memory.add_plan(plan), plan, False
+        shape.judged_steps = shape.served = shape.failed = 0
 
     def _start_solving(self, shape: _Shape) -> None:
         shape.tries += 1
+        shape.record_next = False
         try:
             recording = self._memory.stop_recording()
-            if not recording.labels:
+            if not recording.requests:
                 raise PlanError("no request came in a marked phase")
-            self._solving = _Solving(shape, recording, Solver(recording.trace, self._time_limit))
+            shape.recording = recording.merged(shape.recording) if shape.recording else recording
+            self._solving = shape, Solver(shape.recording.trace, self._time_limit)
         except (PlanError, OSError) as error:
-            shape.tries = _MAX_TRIES
             self._report(f"memo_hf: addresses are not planned: {error}")
             return
         self._report(
-            f"memo_hf: planning the addresses of {len(recording.labels)} requests beside training, "
+            f"memo_hf: planning the addresses of {len(recording.requests)} requests beside training, "
             f"{self._time_limit:g} seconds at most"
         )
 
     def _install_if_ready(self) -> None:
         if self._solving is None:
             return
-        shape, solver = self._solving.shape, self._solving.solver
+        shape, solver = self._solving
         try:
             placement = solver.poll()
             if placement is None:
                 return
-            plan = ServingPlan.of(self._solving.recording, placement, shape.fingerprint)
+            plan = ServingPlan.of(shape.recording, placement, shape.fingerprint)
+            if shape.number is not None:
+                self._memory.retire_arena()
             self._serve(shape, plan)
             self._report(
                 f"memo_hf: addresses planned in {solver.seconds:.1f} seconds: {format_bytes(plan.arena_bytes)}, "
@@ -210,20 +210,28 @@ class PlannedAllocator:
             if path is not None:
                 plan.save(path)
         except (PlanError, OSError) as error:
+            shape.record_next = shape.tries < _MAX_TRIES
             self._report(f"memo_hf: {error}")
         solver.close()
         self._solving = None
 
     def _judge(self, shape: _Shape) -> None:
+        """Has a plan made again that too many requests miss: sizes changed, or blocks are freed later than recorded."""
         now, before = self._memory.stats, self._before
-        served = now.num_planned - before.num_planned
-        failed = now.num_missed + now.num_conflicts - before.num_missed - before.num_conflicts
-        shape.bad_steps = shape.bad_steps + 1 if served < _GOOD_SHARE * (served + failed) else 0
-        if shape.bad_steps < _BAD_STEPS:
+        shape.judged_steps += 1
+        shape.served += now.num_planned - before.num_planned
+        shape.failed += now.num_missed + now.num_conflicts - before.num_missed - before.num_conflicts
+        if shape.judged_steps < _JUDGED_STEPS or self._recording or self._solving:
             return
-        self._report(
-            f"memo_hf: {failed} of {served + failed} requests miss the plan for {shape.fingerprint!r}; "
-            + ("it is made again" if shape.tries < _MAX_TRIES else "it is not used any more")
-        )
-        shape.number = shape.plan = None
-        self._memory.retire_arena()
+        failed, asked = shape.failed, shape.served + shape.failed
+        shape.judged_steps = shape.served = shape.failed = 0
+        if asked - failed >= _GOOD_SHARE * asked:
+            return
+        if shape.tries < _MAX_TRIES:
+            shape.record_next = True
+        elif asked - failed < _USELESS_SHARE * asked:
+            shape.number = shape.plan = None
+            self._report(
+                f"memo_hf: {failed} of {asked} requests miss the plan for {shape.fingerprint!r}, as others before it; "
+                "these steps are served without"
+            )

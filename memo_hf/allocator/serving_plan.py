@@ -63,8 +63,8 @@ class ServingPlan:
         """The table for a recording whose trace was placed."""
         rows = recording.trace.serving_table(placement)
         requests = tuple(
-            PlannedRequest(label, stream, size, offset)
-            for label, (_, stream, size, offset) in zip(recording.labels, rows, strict=True)
+            PlannedRequest(request.phase, stream, size, offset)
+            for request, (_, stream, size, offset) in zip(recording.requests, rows, strict=True)
         )
         return cls(fingerprint, requests, placement.peak, placement.lower_bound, placement.proved)
 
