@@ -188,7 +188,7 @@ def work():
         torch.empty(100)
         warm.set()  # a fork during torch's own first-time set-up hangs with any allocator
 with AllocatorMeter():
-    thread = threading.Thread(target=work); thread.start()
+    thread = threading.Thread(target=work, daemon=True); thread.start()
     warm.wait()
     for _ in range(100):
         child = os.fork()
