@@ -4,6 +4,7 @@ Without them the package installs as pure Python, with the stock allocator, and 
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,19 +14,32 @@ HERE = Path(__file__).parent
 MENDING = "to add it: pip install torch, a C++ compiler, then pip install --no-build-isolation memo_hf"
 
 
-def cpu_library(torch_path):
+CORE = ["csrc/core.cpp", "csrc/arena.cpp", "csrc/c_api.cpp"]
+LIBRARIES = {
+    "memo_hf.allocator.libmemo_cpu": ["csrc/cpu_allocator.cpp", *CORE],
+    "memo_hf.allocator.libmemo_cuda": [
+        "csrc/cuda_allocator.cpp",
+        "csrc/cuda_runtime.cpp",
+        "csrc/torch_error.cpp",
+        *CORE,
+    ],
+}
+
+
+def library(name, sources, torch_path):
     version = {}
     exec((torch_path / "version.py").read_text(), version)
     release = version["__version__"].split("+")[0]
     return Extension(
-        "memo_hf.allocator.libmemo_cpu",
-        sources=["csrc/cpu_allocator.cpp"],
-        depends=["csrc/c_api.h"],
+        name,
+        sources=sources,
+        depends=[str(header.relative_to(HERE)) for header in HERE.glob("csrc/*.h*")],
         define_macros=[("MEMO_TORCH_VERSION", f'"{release}"')],
         extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", f"-isystem{torch_path / 'include'}"],
         library_dirs=[str(torch_path / "lib")],
-        libraries=["c10"],
+        libraries=["c10", "dl"],
         language="c++",
+        optional=True,
     )
 
 
@@ -49,9 +63,9 @@ class OptionalBuild(build_ext):
             for extension in self.extensions:
                 extension.extra_compile_args += ["-Wall", "-Wextra", "-Werror"]
 
-    def run(self):
+    def build_extension(self, ext):
         try:
-            super().run()
+            super().build_extension(ext)
         except Exception as error:
             if self.werror:
                 raise
@@ -67,9 +81,10 @@ class OptionalBuild(build_ext):
 def extensions():
     spec = importlib.util.find_spec("torch")
     if spec is None:
-        print(f"memo_hf: installed without its C++ allocator (torch is not here while building); {MENDING}")
+        if not {"egg_info", "dist_info"} & set(sys.argv):  # once, not at each step of an installation
+            print(f"memo_hf: installed without its C++ allocator (torch is not here while building); {MENDING}")
         return []
-    return [cpu_library(Path(spec.origin).parent)]
+    return [library(name, sources, Path(spec.origin).parent) for name, sources in LIBRARIES.items()]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})

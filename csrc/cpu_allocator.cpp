@@ -1,18 +1,21 @@
-// A c10::Allocator for CPU tensors that counts what it hands out. The only file that includes torch headers.
+// A c10::Allocator for CPU tensors: at planned addresses where the core has one, on the heap otherwise.
 //
-// A block carries its size in a header in front of the tensor's bytes, so that counting needs no table, a free needs no
-// look-up, and a block that outlives memo_cpu_uninstall is counted as any other.
+// A heap block carries its size in a header in front of the tensor's bytes, so that a free needs no look-up, and a block
+// that outlives memo_cpu_uninstall is counted as any other.
 
-#include "c_api.h"
+#include "core.hpp"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <malloc.h>
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <mutex>
 #include <new>
 
@@ -22,76 +25,78 @@ namespace {
 constexpr std::size_t kHeaderBytes = c10::gAlignment;
 static_assert(kHeaderBytes >= sizeof(std::uint64_t));
 
-class Meter {
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
+class CpuDevice final : public memo::Device {
  public:
-  void on_alloc(std::uint64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    counts_.num_allocs += 1;
-    counts_.live_bytes += bytes;
-    if (counts_.live_bytes > counts_.peak_bytes) counts_.peak_bytes = counts_.live_bytes;
+  char* allocate_arena(std::uint64_t bytes) override {
+    if (bytes > SIZE_MAX - kHugePageBytes) return nullptr;
+    malloc_trim(0);  // what the heap keeps of the steps before is not needed beside the arena
+    const std::size_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+    void* const base = std::aligned_alloc(kHugePageBytes, rounded);
+    // The arena stays for the whole training: fewer, larger pages are worth their first touch. Advice only.
+    if (base != nullptr) madvise(base, rounded, MADV_HUGEPAGE);
+    return static_cast<char*>(base);
   }
+  void free_arena(char* base) override { std::free(base); }
 
-  void on_free(std::uint64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    counts_.num_frees += 1;
-    counts_.live_bytes -= bytes;
-  }
-
-  memo_statistics read() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return counts_;
-  }
-
-  std::uint64_t take_peak() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const std::uint64_t peak = counts_.peak_bytes;
-    counts_.peak_bytes = counts_.live_bytes;
-    return peak;
-  }
-
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
-
- private:
-  std::mutex mutex_;
-  memo_statistics counts_{};
+  // Work on the CPU is done when the call that asked for it returns, or its caller holds the tensor until it is.
+  memo::Fence record(memo::Stream) override { return nullptr; }
+  void wait(memo::Stream, memo::Fence) override {}
+  void drop(memo::Fence) override {}
+  void synchronize() override {}
 };
 
 // Never destroyed: tensors may be freed after static destructors have begun.
-Meter& meter() {
-  static Meter* const instance = [] {
-    auto* made = new Meter;
+memo::Core& core() {
+  static memo::Core* const instance = [] {
+    auto* const made = new memo::Core(*new CpuDevice);
     // A data loader may fork while another thread allocates; the child must not inherit a lock that nobody releases.
-    pthread_atfork([] { meter().lock(); }, [] { meter().unlock(); }, [] { meter().unlock(); });
+    pthread_atfork([] { core().lock(); }, [] { core().unlock(); }, [] { core().unlock(); });
     return made;
   }();
   return *instance;
 }
 
+void* heap_block(std::size_t bytes) {
+  if (bytes > SIZE_MAX - kHeaderBytes) throw std::bad_alloc();
+  void* block;
+  try {
+    block = c10::alloc_cpu(bytes + kHeaderBytes);
+  } catch (...) {
+    core().release_idle();
+    block = c10::alloc_cpu(bytes + kHeaderBytes);
+  }
+  *static_cast<std::uint64_t*>(block) = bytes;
+  return static_cast<char*>(block) + kHeaderBytes;
+}
+
 void free_block(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
+  if (core().free_planned(data)) return;
   void* const block = static_cast<char*>(data) - kHeaderBytes;
-  meter().on_free(*static_cast<std::uint64_t*>(block));
+  core().note_dynamic_free(data, *static_cast<std::uint64_t*>(block));
   c10::free_cpu(block);
 }
 
 class CpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::DeviceType::CPU)};
-    void* block = nullptr;
-    try {
-      if (bytes > SIZE_MAX - kHeaderBytes) throw std::bad_alloc();
-      block = c10::alloc_cpu(bytes + kHeaderBytes);
-    } catch (...) {
-      c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
-      throw;
+    void* data = nullptr;
+    if (bytes > 0) {
+      data = core().allocate(bytes, nullptr);
+      if (data == nullptr) {
+        try {
+          data = heap_block(bytes);
+        } catch (...) {
+          c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
+          throw;
+        }
+        core().note_dynamic(data, bytes, nullptr);
+      }
+      c10::profiledCPUMemoryReporter().New(data, bytes);
     }
-    *static_cast<std::uint64_t*>(block) = bytes;
-    void* const data = static_cast<char*>(block) + kHeaderBytes;
-    meter().on_alloc(bytes);
-    c10::profiledCPUMemoryReporter().New(data, bytes);
     // Context and data are the same pointer: torch calls that simple, and copy-on-write needs it.
     return {data, data, &free_block, c10::Device(c10::DeviceType::CPU)};
   }
@@ -116,14 +121,11 @@ CpuAllocator& allocator() {
 
 }  // namespace
 
-uint64_t memo_abi_version(void) { return MEMO_ABI_VERSION; }
-
-const char* memo_torch_version(void) { return MEMO_TORCH_VERSION; }
+memo_core* memo_cpu_core(void) { return reinterpret_cast<memo_core*>(&core()); }
 
 void memo_cpu_install(void) {
   std::lock_guard<std::mutex> lock(install_mutex);
   if (num_users++ > 0) return;
-  meter();
   previous = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&allocator(), kPriority);
 }
@@ -134,7 +136,3 @@ void memo_cpu_uninstall(void) {
   // Somebody else may have set another allocator since; theirs is not ours to take away.
   if (c10::GetCPUAllocator() == &allocator()) c10::SetCPUAllocator(previous, kPriority);
 }
-
-void memo_cpu_statistics(memo_statistics* out) { *out = meter().read(); }
-
-uint64_t memo_cpu_take_peak(void) { return meter().take_peak(); }

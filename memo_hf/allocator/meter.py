@@ -14,7 +14,7 @@ from memo_hf.allocator import native
 
 
 class _CpuCounts:
-    """The counters of the metering CPU allocator, which is installed while someone measures."""
+    """The counters of the CPU allocator in csrc/, which is installed while someone measures."""
 
     def start(self):
         native.load_cpu_library().memo_cpu_install()
@@ -23,8 +23,8 @@ class _CpuCounts:
         native.load_cpu_library().memo_cpu_uninstall()
 
     def _read(self) -> native.Statistics:
-        statistics = native.Statistics()
-        native.load_cpu_library().memo_cpu_statistics(ctypes.byref(statistics))
+        statistics, library = native.Statistics(), native.load_cpu_library()
+        library.memo_core_statistics(library.memo_cpu_core(), ctypes.byref(statistics))
         return statistics
 
     def live_bytes(self) -> int:
@@ -34,7 +34,8 @@ class _CpuCounts:
         return self._read().num_allocs
 
     def take_peak(self) -> int:
-        return native.load_cpu_library().memo_cpu_take_peak()
+        library = native.load_cpu_library()
+        return library.memo_core_take_peak(library.memo_cpu_core())
 
 
 class _CudaCounts:
