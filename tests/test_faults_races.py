@@ -7,7 +7,17 @@ import torch
 
 import memo_hf
 import memo_hf.session
-from tests.harness.sessions import IDS, SETTINGS, TOKEN, assert_nothing_left, assert_same_bits, enabled, kept, simulate, small
+from tests.harness.sessions import (
+    IDS,
+    SETTINGS,
+    TOKEN,
+    assert_nothing_left,
+    assert_same_bits,
+    enabled,
+    kept,
+    simulate,
+    small,
+)
 from tests.tiny_models import gradients, random_ids, worst_relative_error
 
 
@@ -48,7 +58,9 @@ def test_the_worker_thread_gives_the_same_gradients(settings):
     assert_nothing_left(session)
 
 
-@pytest.mark.parametrize("layers, last_first, settings", [(1, True, "token"), (3, False, "rebuild"), (3, True, "layer")])
+@pytest.mark.parametrize(
+    "layers, last_first, settings", [(1, True, "token"), (3, False, "rebuild"), (3, True, "layer")]
+)
 def test_two_micro_batches_in_flight(monkeypatch, settings, layers, last_first):  # case 6
     """Both forward passes before either backward pass, in either order."""
     settings = {**SETTINGS[settings], "unswapped_layers": 0}
