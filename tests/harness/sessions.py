@@ -23,7 +23,7 @@ SETTINGS = {"token": TOKEN, "rebuild": REBUILD, "layer": WHOLE}
 
 
 def simulate(monkeypatch, seed: int = 0, eagerness: float = 0.3) -> list[SimulatedCopies]:
-    """Sessions enabled from now on copy in random legal orders, over poison. Returns their backends as made."""
+    """Sessions enabled from now on copy in random legal orders, over poison. Returns their backends as they come."""
     backends = []
 
     def make_engine(device, host_budget_bytes):
