@@ -193,7 +193,8 @@ class _Tokenwise(torch.autograd.Function):
         saved_tensors = _SavedTensors(node)
         whole, random_state = None, None
         for chunk in node.chunks:
-            cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
+            # Detached, since hooks of modules may ask a tensor that needs a gradient where it came from.
+            cut = [tensor.detach()[:, chunk.start : chunk.stop] for tensor in inputs]
             random_state = RandomState.now(device, random_state)
             node.random_states.append(random_state)
             with node.autocast():
