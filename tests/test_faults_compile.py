@@ -100,9 +100,7 @@ def test_the_model_inside_a_checkpoint_of_the_user(settings, respects):  # case 
     options = {} if respects is None else {"respect_saved_tensors_hooks": respects}
     model.zero_grad()
     embeddings = model.model.embed_tokens(IDS)
-    loss = checkpoint(
-        lambda x: model(inputs_embeds=x, labels=IDS).loss, embeddings, use_reentrant=False, **options
-    )
+    loss = checkpoint(lambda x: model(inputs_embeds=x, labels=IDS).loss, embeddings, use_reentrant=False, **options)
     loss.backward()
     assert_same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
     assert session.stats.swapped_bytes > 0

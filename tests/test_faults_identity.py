@@ -19,9 +19,9 @@ def packed(monkeypatch):
     """Storages (by address, each kept alive) and tensors that were handed to swap groups."""
     tensors, put = [], SwapGroup.put
 
-    def noting(group, tensor):
+    def noting(group, tensor, **options):
         tensors.append(tensor.detach())
-        return put(group, tensor)
+        return put(group, tensor, **options)
 
     monkeypatch.setattr(SwapGroup, "put", noting)
     return tensors

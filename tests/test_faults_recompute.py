@@ -43,7 +43,9 @@ class _Shares(LlamaDecoderLayer):
             shared.states = tensor
 
     def take(self, shared):
-        return shared["states"] if isinstance(shared, dict) else shared[-1] if isinstance(shared, list) else shared.states
+        return (
+            shared["states"] if isinstance(shared, dict) else shared[-1] if isinstance(shared, list) else shared.states
+        )
 
 
 class _Holder:
@@ -120,7 +122,7 @@ def test_gradients_of_an_encoder(monkeypatch):  # cases 30 and 55
     ours = gradients(model, IDS)
     assert any(name.startswith("encoder.block.0") for name in ours)
     assert worst_relative_error(ours, plain) < 1e-5
-    assert session.stats.forwards == 2 and session.stats.total_swapped_bytes > 0
+    assert session.stats.forwards == 1 and session.stats.total_swapped_bytes > 0
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

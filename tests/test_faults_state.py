@@ -32,9 +32,9 @@ def num_packs(monkeypatch):
     """How many tensors were handed to swap groups."""
     count, put = [0], SwapGroup.put
 
-    def counting(group, tensor):
+    def counting(*args, **options):
         count[0] += 1
-        return put(group, tensor)
+        return put(*args, **options)
 
     monkeypatch.setattr(SwapGroup, "put", counting)
     return lambda: count[0]
