@@ -1,4 +1,4 @@
-"""Kind A of the cases: whole sessions under late copies, in any legal order, over poison, and on real threads."""
+"""Kind A of the cases: whole sessions under late copies in any legal order, over poison, and on real threads."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memo_hf
-from memo_hf.swap import SwapEngine
+import memo_hf.session
 from tests.harness.sessions import (
     IDS,
     SETTINGS,
@@ -38,7 +38,7 @@ def check_any_order(monkeypatch, settings, seed=0, eagerness=0.3, steps=2, famil
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("seed, eagerness", [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.95)])
+@pytest.mark.parametrize("seed, eagerness", [(0, 0.0), (1, 0.3), (2, 0.9)])
 def test_any_legal_order_gives_the_same_gradients(monkeypatch, settings, seed, eagerness):  # cases 1, 3, 7, 8 and 10
     check_any_order(monkeypatch, SETTINGS[settings], seed, eagerness)
 
@@ -58,13 +58,11 @@ def test_the_worker_thread_gives_the_same_gradients(settings):
     assert_nothing_left(session)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("layers, last_first, settings", [(1, 1, "token"), (3, 0, "rebuild"), (3, 1, "layer")])
 def test_two_micro_batches_in_flight(monkeypatch, settings, layers, last_first):  # case 6
     """Both forward passes before either backward pass, in either order."""
     settings = {**SETTINGS[settings], "unswapped_layers": 0}
-    model, batches = small(layers=layers), [IDS, random_ids(2, 20, seed=5)]
+    model, batches = small(layers=layers), [IDS, random_ids(2, 13, seed=5)]
     one, other = (kept(model, ids, settings=settings) for ids in batches)
     simulate(monkeypatch, eagerness=0.2)
     session = enabled(model, **settings)
@@ -96,7 +94,7 @@ def test_a_graph_is_used_twice(monkeypatch, settings):  # cases 1 and 30
 
 
 def losses_of_training(num_steps, **settings):
-    model = small(layers=2)
+    model = small(layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = enabled(model, **settings)
     losses = []
@@ -112,11 +110,11 @@ def losses_of_training(num_steps, **settings):
 
 def test_a_long_training_is_equal_to_the_bit(monkeypatch):  # case 11
     settings = dict(swap_fraction=0.5, chunk_size=6)
-    expected, _ = losses_of_training(30, **settings, unswapped_layers=99)
-    on_thread, stats = losses_of_training(30, **settings, unswapped_layers=0)
-    assert on_thread == expected and stats.total_swapped_bytes > 0 and stats.forwards == 30
+    expected, _ = losses_of_training(20, **settings, unswapped_layers=99)
+    on_thread, stats = losses_of_training(20, **settings, unswapped_layers=0)
+    assert on_thread == expected and stats.total_swapped_bytes > 0 and stats.forwards == 20
     simulate(monkeypatch)
-    assert losses_of_training(30, **settings, unswapped_layers=0)[0] == expected
+    assert losses_of_training(20, **settings, unswapped_layers=0)[0] == expected
 
 
 def test_host_memory_is_mapped_in_the_first_two_steps_only():  # case 13
@@ -172,22 +170,17 @@ def test_two_models_on_two_threads():
 
 def test_what_autograd_saves_from_the_middle_of_a_storage(monkeypatch):  # case 4
     """Labels are saved as an int64 view that starts at the second token, and freed by the model before backward."""
-    backends = simulate(monkeypatch)
-    from memo_hf import session
-
-    engine = session.SwapEngine(torch.device("cpu"), 2**20)
-    assert isinstance(engine, SwapEngine)
-    group = engine.open_group()
-    labels = torch.arange(100)
+    backends = simulate(monkeypatch, eagerness=0)
+    engine = memo_hf.session.SwapEngine(torch.device("cpu"), 2**20)
+    group, scores = engine.open_group(), torch.randn(60, 100, requires_grad=True)
+    labels = torch.arange(1, 61).roll(30)
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(scores[1:], labels[1:]), scores)
     with torch.autograd.graph.saved_tensors_hooks(group.put, lambda handle: handle.get()):
-        scores = torch.randn(60, 100, requires_grad=True)
-        loss = torch.nn.functional.cross_entropy(scores, labels[1:61])
+        loss = torch.nn.functional.cross_entropy(scores[1:], labels[1:])
     group.seal()
-    expected = scores.detach().softmax(1)
-    expected[range(60), labels[1:61]] -= 1
-    labels.fill_(-1), scores.data.fill_(float("nan"))
-    group.prefetch()
-    with pytest.raises(RuntimeError, match="in-place"):
-        loss.backward()
+    del labels
+    for _ in range(2):
+        engine.open_group().put(torch.full((60,), -1))  # lets the first group's device memory go, and takes it
+    assert torch.equal(torch.autograd.grad(loss, scores)[0], expected[0])
     assert not backends[0].faults
     engine.close()

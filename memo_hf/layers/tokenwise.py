@@ -83,12 +83,12 @@ class AutocastState:
 
     def __init__(self, device_type: str):
         self._device_type = device_type
-        self._enabled = torch.is_autocast_enabled(device_type)
+        self.enabled = torch.is_autocast_enabled(device_type)
         self._dtype = torch.get_autocast_dtype(device_type)
 
     def __call__(self):
         # No cache: a cast made under no_grad and cached would be reused by a run with a graph and lose its gradient.
-        return torch.autocast(self._device_type, dtype=self._dtype, enabled=self._enabled, cache_enabled=False)
+        return torch.autocast(self._device_type, dtype=self._dtype, enabled=self.enabled, cache_enabled=False)
 
 
 class _Sources(torch.autograd.Function):
@@ -193,7 +193,8 @@ class _Tokenwise(torch.autograd.Function):
         saved_tensors = _SavedTensors(node)
         whole, random_state = None, None
         for chunk in node.chunks:
-            cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
+            # Detached, since hooks of modules may ask a tensor that needs a gradient where it came from.
+            cut = [tensor.detach()[:, chunk.start : chunk.stop] for tensor in inputs]
             random_state = RandomState.now(device, random_state)
             node.random_states.append(random_state)
             with node.autocast():
@@ -316,7 +317,7 @@ class _SavedTensors:
         self._of_parameters = {
             module._parameters[name].untyped_storage()._cdata: (module, name) for module, name in self._all
         }
-        self._frozen = node.frozen
+        self._frozen, self._may_be_cast = node.frozen, node.autocast.enabled
         self._stay = {tensor.untyped_storage()._cdata for tensor in node.constants}
 
     def hooks(self):
@@ -343,7 +344,8 @@ class _SavedTensors:
 
     def _cast_of_frozen(self, tensor: Tensor):
         """The same for a frozen parameter, which has no graph: found by shape and confirmed by value."""
-        if tensor.dim() != 2 or not torch.is_autocast_enabled(tensor.device.type):
+        # Not torch.is_autocast_enabled(): autocast is switched off where its casts are being computed with.
+        if tensor.dim() != 2 or not self._may_be_cast:
             return None
         for module, name in self._frozen:
             parameter = module._parameters[name].detach()

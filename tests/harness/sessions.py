@@ -15,15 +15,15 @@ from memo_hf.swap import SwapEngine
 from tests.harness.simulated_copies import GuardedPool, SimulatedCopies, settle
 from tests.tiny_models import gradients, random_ids, tiny
 
-IDS = random_ids(2, 20)
-TOKEN = dict(swap_fraction=0.5, chunk_size=16, unswapped_layers=1)
-REBUILD = dict(swap_fraction=0.3, chunk_size=10, unswapped_layers=1, qkv="rebuild")
+IDS = random_ids(2, 13)
+TOKEN = dict(swap_fraction=0.5, chunk_size=12, unswapped_layers=1)
+REBUILD = dict(swap_fraction=0.3, chunk_size=20, unswapped_layers=1, qkv="rebuild")
 WHOLE = dict(mode="layer", swap_fraction=0.0, unswapped_layers=1)
 SETTINGS = {"token": TOKEN, "rebuild": REBUILD, "layer": WHOLE}
 
 
 def simulate(monkeypatch, seed: int = 0, eagerness: float = 0.3) -> list[SimulatedCopies]:
-    """Sessions enabled from now on copy in random legal orders, over poison. Returns their backends as made."""
+    """Sessions enabled from now on copy in random legal orders, over poison. Returns their backends as they come."""
     backends = []
 
     def make_engine(device, host_budget_bytes):

@@ -160,3 +160,7 @@ def settle(engine):
     for _, copy in list(engine._offloading):
         engine._backend.finish(copy)
     engine.stats  # noqa: B018 (reaps)
+    for _, copies in list(engine._dying):
+        for copy in copies:
+            engine._backend.finish(copy)
+    engine.stats  # noqa: B018

@@ -1,0 +1,134 @@
+"""Kind J of the cases, and input that cannot be: each message says what happened, the value, the limit and what to do."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import memo_hf
+from memo_hf import MemoConfig
+from memo_hf.errors import ConfigError, HostMemoryError, UnsupportedModelError
+from tests.harness.sessions import IDS, TOKEN, assert_nothing_left, enabled, small
+from tests.tiny_models import gradients, worst_relative_error
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"swap_fracton": 0.5}, r"unknown MemoConfig keys \['swap_fracton'\]; the known keys are \['swap_fraction'"),
+        ({"a": 1, "chunk_size": 4, "A": 2}, r"unknown MemoConfig keys \['A', 'a'\]"),
+        ({"swap_fraction": 1.5}, "swap_fraction is 1.5; it must be a number from 0 to 1"),
+        ({"swap_fraction": -0.1}, "swap_fraction is -0.1"),
+        ({"swap_fraction": float("nan")}, "swap_fraction is nan"),
+        ({"swap_fraction": "0.5"}, "swap_fraction is '0.5'"),
+        ({"chunk_size": 0}, "chunk_size is 0; it must be a whole number of at least 1"),
+        ({"chunk_size": 1.5}, "chunk_size is 1.5"),
+        ({"chunk_size": True}, "chunk_size is True"),
+        ({"min_tokens": -1}, "min_tokens is -1; it must be a whole number of at least 0"),
+        ({"unswapped_layers": None}, "unswapped_layers is None"),
+        ({"qkv": "keep"}, r"qkv is 'keep'; it must be one of \['swap', 'rebuild'\]"),
+        ({"mode": "token"}, r"mode is 'token'; it must be one of \['auto', 'layer'\]"),
+        ({"host_memory": "lots"}, "host_memory"),
+        ({"host_memory": "0GiB"}, "host_memory is 0"),
+    ],
+)
+def test_settings_that_cannot_be(values, message):  # case 121
+    with pytest.raises(ConfigError, match=message):
+        MemoConfig.from_dict(values)
+
+
+def test_settings_of_another_type_are_refused():
+    for config in ({"swap_fraction": 0.5}, 0.5, "auto"):
+        with pytest.raises(ConfigError, match=f"config is {type(config).__name__}; pass a MemoConfig"):
+            memo_hf.enable(small(), config)
+
+
+def test_a_model_without_decoder_layers():
+    for model in (nn.Linear(2, 2), nn.Sequential(nn.ReLU())):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{type(model).__name__} has no decoder layers.*without memo_hf"
+        ):
+            memo_hf.enable(model)
+        assert "forward" not in vars(model)
+
+
+LEAST = 4 * 2 * 13 * (32 + 32 + 32 + 2 * 16)  # layer input, attention output, queries, keys and values in fp32
+
+
+@pytest.mark.parametrize("qkv, least", [("swap", LEAST), ("rebuild", 4 * 2 * 13 * (32 + 32))])
+def test_a_host_budget_too_small_for_what_is_never_recomputed(qkv, least):
+    """Before the first layer runs, with the bytes of a step and of a layer; with that many it begins."""
+    model, calls = small(), []
+    settings = dict(swap_fraction=0.0, chunk_size=26, unswapped_layers=1, qkv=qkv)
+    session = enabled(model, **settings, host_memory=str(2 * least - 1))
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(HostMemoryError, match=r"Raise MemoConfig\(host_memory=\.\.\.\), shorten the sequence") as error:
+        gradients(model, IDS)
+    numbers = [int(number) for number in re.findall(r"\((\d+) bytes\)", str(error.value))]
+    assert numbers == [2 * least, least, 2 * least - 1] and "each of 2 layers" in str(error.value)
+    assert not calls and session.stats.swapped_bytes == session.stats.host_reserved_bytes == 0
+    memo_hf.disable(model)
+    logsumexp = 4 * 2 * 13 * 4
+    session = enabled(model, **settings, host_memory=str(2 * (least + logsumexp) + 8192))
+    gradients(model, IDS)
+    assert session.stats.swapped_bytes == 2 * (least + logsumexp)
+
+
+def test_the_same_in_layer_mode():
+    model = small()
+    enabled(model, mode="layer", swap_fraction=0.0, unswapped_layers=0, host_memory="1KiB")
+    with pytest.raises(HostMemoryError, match=r"\(9984 bytes\), .*\(3328 bytes\) for each of 3 layers"):
+        gradients(model, IDS)
+
+
+def test_a_host_budget_that_runs_out_on_the_way():
+    """What is swapped beyond the least is not foreseen here: the message names what to change, and nothing is left."""
+    model = small()
+    plain = gradients(model, IDS)
+    session = enabled(model, **{**TOKEN, "swap_fraction": 1.0}, host_memory=str(3 * LEAST))
+    for _ in range(2):
+        with pytest.raises(HostMemoryError, match="budget.*Raise host_memory, lower swap_fraction, or .*shorter"):
+            gradients(model, IDS)
+        assert_nothing_left(session)
+        assert session.stats.host_reserved_bytes <= 3 * LEAST
+    memo_hf.disable(model)
+    enabled(model, **{**TOKEN, "swap_fraction": 0.0}, host_memory=str(3 * LEAST))
+    assert worst_relative_error(gradients(model, IDS), plain) < 1e-5
+
+
+def test_the_budget_is_shared_by_the_ranks_of_a_node(monkeypatch):  # case 93
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    model = small()
+    session = enabled(model, **TOKEN, host_memory="64MiB")
+    gradients(model, IDS)
+    assert session.stats.host_budget_bytes == 2**24
+
+
+def test_a_step_that_swaps_nothing_is_reported(caplog):  # case 121
+    model = small()
+    session = enabled(model, **{**TOKEN, "unswapped_layers": 3})
+    with caplog.at_level(logging.WARNING, "memo_hf"):
+        for _ in range(2):
+            gradients(model, IDS)
+    assert session.stats.swapped_bytes == 0
+    assert caplog.text.count("memo_hf swaps nothing") == 1
+    assert "MemoConfig(unswapped_layers=3) keeps all 3 layers on the device" in caplog.text
+
+
+def test_a_step_that_swaps_is_not(caplog):
+    model = small()
+    enabled(model, **TOKEN)
+    with caplog.at_level(logging.WARNING, "memo_hf"):
+        gradients(model, IDS)
+    assert not caplog.text
+
+
+def test_input_without_two_tokens_runs_untouched():
+    model = small()
+    session = enabled(model, **TOKEN)
+    plain = small()
+    for ids in (IDS[:, :1], IDS[:1, :1]):
+        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert session.stats.forwards == 0 and session.stats.stock_forwards == 2
