@@ -1,47 +1,37 @@
 """A session: memo_hf on one model, from `enable` to `disable`.
 
-It alone knows all parts: it checks the layers, patches their `forward`, decides for each forward pass whether and how
-memo_hf runs, owns the swap engine, and puts everything back.
+It alone knows all parts: it checks the layers, has their `forward` patched, owns the swap engine and the figures, and
+puts everything back.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import HostMemoryError, MemoError, UnsupportedModelError
 from memo_hf.layers.attention import register
-from memo_hf.layers.call import LayerCall
-from memo_hf.layers.check import StackVerdict, Verdict, attention_configs, check_stack
-from memo_hf.layers.documents import find_documents
-from memo_hf.layers.layer_mode import WholeLayer
-from memo_hf.layers.locate import Stack, find_stacks, layers_of
+from memo_hf.layers.check import StackVerdict, Verdict, check_stack
+from memo_hf.layers.locate import Stack, find_stacks
 from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
-from memo_hf.layers.refusals import refuse_compilation, refuse_replicas, refuse_what_cannot_be
-from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
-from memo_hf.layers.step import Step, StepSettings
-from memo_hf.layers.token_mode import TokenLayer
-from memo_hf.layers.token_module import TokenModule
+from memo_hf.layers.refusals import refuse_replicas, refuse_what_cannot_be
+from memo_hf.layers.step import Step
+from memo_hf.patched_stack import PatchedStack, enabled_layers
 from memo_hf.planner.budgets import host_budget_bytes
-from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.swap import SwapEngine
 from memo_hf.units import format_bytes
 
 logger = logging.getLogger("memo_hf")
 # Of enabled models, by id; a session holds its model, so an id cannot be another model's while its session lives.
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-_enabled_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,7 @@ class Session:
         register()
         refuse_what_cannot_be(model)
         stacks = find_stacks(model)
-        if any(layer in _enabled_layers for stack in stacks for _, layer in stack.layers):
+        if any(layer in enabled_layers for stack in stacks for _, layer in stack.layers):
             raise UnsupportedModelError(
                 f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
                 "model that it was enabled on first"
@@ -185,7 +175,7 @@ class Session:
         """Leave the model as it was found and free all host memory. A second call does nothing."""
         for patch in reversed(self._patches):
             patch.undo()
-            _enabled_layers.discard(patch.module)
+            enabled_layers.discard(patch.module)
         self._patches.clear()
         if self._undo_loss:
             self._undo_loss()
@@ -201,11 +191,11 @@ class Session:
 
     def _install(self, stack: Stack) -> None:
         checked = self._checked(stack)
-        patched = _PatchedStack(self, stack, checked.layers)
+        patched = PatchedStack(self, stack, checked.layers)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
             self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
-            _enabled_layers.add(layer)
+            enabled_layers.add(layer)
         for name in checked.after_layers if patched.attends else ():
             module = stack.module.get_submodule(name)
             self._patches.append(Patch(module, patched.module_forward(module)))
@@ -280,166 +270,6 @@ class Session:
                 "on the device"
             )
         return "the layers' inputs are not plain tensors with elements, and stay on the device"
-
-
-class _PatchedStack:
-    """The forward of a stack and of its layers while memo_hf is enabled."""
-
-    def __init__(self, session: Session, stack: Stack, verdicts: list[Verdict]):
-        self._session, self._stack = session, stack
-        self._own_forward = stack.module.forward
-        self._configs = attention_configs(stack.module)
-        self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
-        self._running = threading.local()
-        self.kinds = verdicts  # Layers built alike share theirs.
-        self.attends = any(verdict.recipe is not None for verdict in verdicts)
-
-    def forward(self, *args, **kwargs):
-        """The stack's own forward, with memo_hf's attention in force and a step for its layers, where memo_hf runs."""
-        module = self._stack.module
-        if not (module.training and torch.is_grad_enabled()):
-            return self._own_forward(*args, **kwargs)
-        given = kwargs.get("inputs_embeds")
-        if given is None:
-            given = kwargs.get("input_ids")
-        if given is None and args:
-            given = args[0]
-        if given is None or given.dim() < 2:
-            return self._own_forward(*args, **kwargs)
-        session = self._session
-        if torch.compiler.is_compiling():
-            refuse_compilation()
-        refuse_what_cannot_be(module)
-        self._refuse_other_layers()
-        batch_size, num_tokens = given.shape[:2]
-        if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
-            session.skip_forward()
-            return self._own_forward(*args, **kwargs)
-        kwargs = self._without_cache(args, kwargs)
-        if self.attends and (reason := _why_not_per_token(module, kwargs)):
-            self._fall_back(reason)
-        step = self._step(batch_size, num_tokens, given.device, kwargs)
-        try:
-            return self._run(step, args, kwargs)
-        except UnsupportedModelError as error:
-            if not self.attends or step.last is not None:
-                raise
-            # No layer has ended yet: the mask is one that token mode has no kernel for, or the layers are given more
-            # than in the check.
-            self._fall_back(str(error))
-            return self._run(self._step(batch_size, num_tokens, given.device, kwargs), args, kwargs)
-
-    def _without_cache(self, args, kwargs: dict) -> dict:
-        """A training forward has no use for a cache, and a recompute must not extend one."""
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, Cache) and _num_cached(given):
-                raise UnsupportedModelError(
-                    f"{type(self._stack.module).__name__} is given a cache that holds {_num_cached(given)} tokens "
-                    "(prefix tuning?); under memo_hf a token attends to tokens of its own batch only. Train this "
-                    "model without memo_hf"
-                )
-        return {**kwargs, "use_cache": False} if self._takes_use_cache else kwargs
-
-    def _fall_back(self, reason: str) -> None:
-        logger.warning(f"memo_hf: all layers of {self._stack.name or 'the model'} fall back to layer mode: {reason}")
-        self.attends = False
-        self._session.fall_back(self._stack, reason)
-
-    def _run(self, step: Step, args, kwargs):
-        before = getattr(self._running, "step", None)
-        self._running.step = step
-        try:
-            with attention_set_to(ATTENTION_NAME, self._configs if self.attends else ()):
-                output = self._own_forward(*args, **kwargs)
-        finally:
-            self._running.step = before
-        self._session.end_forward(self._stack, step)
-        return output
-
-    def _refuse_other_layers(self) -> None:
-        """Raise where a layer came after memo_hf was enabled: only memo_hf's attention would reach it."""
-        for name, layer in layers_of(self._stack.module, self._stack.name):
-            if layer not in _enabled_layers:
-                raise UnsupportedModelError(
-                    f"{name} was put there after memo_hf was enabled; call memo_hf.disable(model) and enable it again"
-                )
-
-    def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
-        session, config = self._session, self._session.config
-        engine = session.engine(device)
-        chunk_size = config.chunk_size or default_chunk_tokens(batch_size * num_tokens)
-        chunk_tokens = min(max(1, chunk_size // batch_size), num_tokens)
-        session.begin_forward(self._stack, engine, chunk_tokens * batch_size)
-        implementation = self._stack.module.config._attn_implementation
-        num_layers = len(self._stack.layers)
-        return Step(
-            engine=engine,
-            settings=StepSettings(session.swap_fraction, chunk_tokens, config.qkv == "rebuild"),
-            implementation=implementation,
-            documents=find_documents(
-                batch_size,
-                num_tokens,
-                attention_mask=kwargs.get("attention_mask"),
-                position_ids=kwargs.get("position_ids"),
-                cu_seqlens=kwargs.get("cu_seq_lens_q"),
-                implementation=implementation,
-                device=device,
-            )
-            if self.attends
-            else None,
-            first_kept=max(0, num_layers - config.unswapped_layers),
-            kinds=self.kinds,
-            require_host=session.require_host,
-        )
-
-    def layer_forward(self, index: int, name: str, layer: nn.Module, verdict: Verdict):
-        """The forward of one layer: in its mode within a step, its own outside of one."""
-        own_forward, configs = layer.forward, attention_configs(layer)
-        per_token = verdict.recipe and TokenLayer(layer, own_forward, configs, verdict.recipe)
-        # Beside layers in token mode the masks are memo_hf's, which only its own attention reads.
-        among_others, alone = WholeLayer(layer, own_forward, configs), WholeLayer(layer, own_forward, ())
-
-        def forward(*args, **kwargs):
-            step = getattr(self._running, "step", None)
-            if step is None:
-                return own_forward(*args, **kwargs)
-            runner = (per_token or among_others) if self.attends else alone
-            return runner(LayerCall(args, kwargs), step, index, name)
-
-        return forward
-
-    def module_forward(self, module: nn.Module):
-        """The forward of a token-wise module after the layers."""
-        own_forward = module.forward
-        runner = TokenModule(module, own_forward)
-
-        def forward(hidden):
-            step = getattr(self._running, "step", None)
-            if step is None or not self.attends or not hidden.requires_grad:
-                return own_forward(hidden)
-            return runner(hidden, step)
-
-        return forward
-
-
-def _num_cached(cache: Cache) -> int:
-    try:
-        return cache.get_seq_length()
-    except ValueError:  # It has no attention layers, and recurrent ones do not count tokens.
-        return 0
-
-
-def _why_not_per_token(stack: nn.Module, kwargs: dict) -> str | None:
-    """Why this forward pass of a stack cannot run its layers per token, though they passed the check."""
-    recordable = set(getattr(stack, "_can_record_outputs", None) or ()) | {"attentions", "router_logits"}
-    for name in sorted(f"output_{key}" for key in recordable - {"hidden_states"}):
-        asked = kwargs.get(name)
-        if getattr(stack.config, name, False) if asked is None else asked:
-            return f"{name} asks for tensors from inside of the layers, which token mode does not make whole"
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 2:
-        return "its attention mask comes ready made, for every pair of tokens"
-    return None
 
 
 def session_of(model: nn.Module) -> Session:

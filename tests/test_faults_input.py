@@ -1,4 +1,4 @@
-"""Kind J of the cases, and input that cannot be: each message says what happened, the value, the limit and what to do."""
+"""Kind J of the cases, and input that cannot be: a message says what happened, the value, the limit and what to do."""
 
 import logging
 import re

@@ -127,7 +127,7 @@ def test_gradients_of_an_encoder(monkeypatch):  # cases 30 and 55
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_router_near_ties(monkeypatch, settings):  # cases 60 and 61
-    """Experts 1 to 3 score within a rounding error of each other: a recompute that chose another would change shapes."""
+    """Experts 1 to 3 score within a rounding error of each other: a recompute that chose another would differ."""
     simulate(monkeypatch)
     model = small("mixtral", layers=2)
     for layer in model.model.layers:

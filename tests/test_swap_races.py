@@ -148,14 +148,13 @@ def test_groups_in_flight_are_bounded(max_in_flight):
     engine.close()
 
 
-def test_group_without_offloads_does_not_count():
+def test_a_group_that_keeps_everything_holds_a_rounding_buffer():
     engine, backend = simulated(eagerness=0)
-    first = engine.open_group()
-    handle = first.put(torch.ones(10))
-    for _ in range(5):
-        engine.open_group(keep=True).put(torch.ones(10))
-    engine.open_group()
+    handle = engine.open_group().put(torch.ones(10))
+    engine.open_group(keep=True).put(torch.ones(10))
     assert backend.num_waits == 0 and handle._stored.offload.buffer is not None
+    engine.open_group(keep=True)
+    assert backend.num_waits == 1 and handle._stored.offload.buffer is None
     engine.close()
 
 
