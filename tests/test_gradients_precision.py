@@ -112,7 +112,7 @@ def test_backward_under_autocast_too():
 def test_no_copy_of_a_weight_is_swapped_under_autocast(trained):  # case 42
     """The bytes that are swapped grow with tokens and not with weights: each byte is a token's, a seventh more tokens
     swap a seventh more bytes."""
-    model = small("llama", hidden_size=32, vocab_size=128)
+    model = small("llama")
     if trained == "LoRA":
         model = lora(model)
     swapped = {}
@@ -130,7 +130,7 @@ def test_no_copy_of_a_weight_is_swapped_under_autocast(trained):  # case 42
 @pytest.mark.parametrize("trained", ["all", "LoRA"])
 def test_no_weight_is_swapped(trained, precision):
     """No saved tensor that goes to the host shares memory with a weight, or has a weight's values."""
-    model = small("llama", vocab_size=96)
+    model = small("llama")
     if precision == "bf16":
         model = model.bfloat16()
     if trained == "LoRA":
