@@ -256,7 +256,7 @@ class Session:
         self._forwards += not self._counted
         self._counted.add(stack.name)
         self._planned_bytes += step.planned_bytes
-        expects_some = step.last is None or not step.is_frozen
+        expects_some = step.last is None or step.num_forward_only < len(step.kinds)
         if expects_some and not step.planned_bytes and not self._has_warned_of_nothing:
             self._has_warned_of_nothing = True
             logger.warning(f"memo_hf swaps nothing: {self._why_nothing(step)}")
@@ -268,6 +268,11 @@ class Session:
             return (
                 f"MemoConfig(unswapped_layers={self.config.unswapped_layers}) keeps all {len(step.kinds)} layers "
                 "on the device"
+            )
+        if step.num_forward_only >= step.first_kept:
+            return (
+                f"{step.num_forward_only} of {len(step.kinds)} layers have nothing to train in them or before them, "
+                f"and the last {len(step.kinds) - step.first_kept} stay on the device (MemoConfig.unswapped_layers)"
             )
         return "the layers' inputs are not plain tensors with elements, and stay on the device"
 

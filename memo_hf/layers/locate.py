@@ -29,14 +29,13 @@ class Stack:
 
 
 def layers_of(module: nn.Module, name: str) -> tuple[tuple[str, nn.Module], ...]:
-    """(path, layer) of each decoder layer in the lists that `module`, of path `name`, holds itself."""
-    return tuple(
-        (f"{name}.{list_name}.{index}".lstrip("."), layer)
-        for list_name, children in module.named_children()
-        if isinstance(children, nn.ModuleList)
-        for index, layer in enumerate(children)
-        if isinstance(layer, GradientCheckpointingLayer)
-    )
+    """(path, layer) of each decoder layer in the lists that `module`, of path `name`, holds itself; each layer once."""
+    paths: dict[nn.Module, str] = {}
+    for list_name, children in module.named_children():
+        for index, layer in enumerate(children if isinstance(children, nn.ModuleList) else ()):
+            if isinstance(layer, GradientCheckpointingLayer):
+                paths.setdefault(layer, f"{name}.{list_name}.{index}".lstrip("."))
+    return tuple((path, layer) for layer, path in paths.items())
 
 
 def find_stacks(model: nn.Module) -> list[Stack]:

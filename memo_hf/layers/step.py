@@ -47,9 +47,9 @@ class Step:
         kinds: for each layer, an object that it shares with the layers built alike.
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
-        is_frozen: no layer so far has a backward pass.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
         last: the last layer that has run.
+        num_forward_only: layers that have run with nothing to train in them or before them, so that nothing is swapped.
     """
 
     engine: SwapEngine
@@ -61,7 +61,7 @@ class Step:
     require_host: Callable[[int, int], None]
     planned_bytes: int = 0
     last: LayerRecord | None = None
-    is_frozen: bool = True
+    num_forward_only: int = 0
     _seen: dict = field(default_factory=dict)
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
@@ -81,17 +81,19 @@ class Step:
                 f"{name} is on {hidden.device} and the model's input on {self.engine.device}; memo_hf runs a model "
                 "that is on one device. Load it without a device_map, or split it with FSDP"
             )
-        frozen = not hidden.requires_grad and not any(parameter.requires_grad for parameter in layer.parameters())
-        self.is_frozen &= frozen
-        keep = index >= self.first_kept or frozen  # what has no backward pass has nothing to swap
+        trained = tuple(parameter.requires_grad for parameter in layer.parameters())
+        has_backward = hidden.requires_grad or any(trained)
+        keep = index >= self.first_kept or not has_backward
+        self.num_forward_only += not has_backward
         before = self.engine.stats.swapped_bytes
         record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
         yield record
         record.group.seal()
         self.last = record
         if not keep:
-            # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less.
-            alike = (id(self.kinds[index]), hidden.requires_grad)
+            # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less. So do those of
+            # layers without adapters.
+            alike = (id(self.kinds[index]), hidden.requires_grad, trained)
             self.planned_bytes += self._seen.setdefault(alike, self.engine.stats.swapped_bytes - before)
 
     def require(self, index: int, num_bytes: int) -> None:
