@@ -1,6 +1,5 @@
 """Kind A of the cases: whole sessions under late copies in any legal order, over poison, and on real threads."""
 
-import gc
 import threading
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 import memo_hf
 import memo_hf.session
-import memo_hf.swap
+from memo_hf.swap import SwapGroup
 from tests.harness.sessions import (
     IDS,
     SETTINGS,
@@ -188,21 +187,23 @@ def test_what_autograd_saves_from_the_middle_of_a_storage(monkeypatch):  # case 
     engine.close()
 
 
-def groups_of_live_graphs():
-    gc.collect()
-    return [item for item in gc.get_objects() if type(item) is memo_hf.swap.SwapGroup]
+def note_groups(monkeypatch):
+    """The swap groups that are opened from now on."""
+    groups, init = [], SwapGroup.__init__
+    monkeypatch.setattr(SwapGroup, "__init__", lambda group, *args: groups.append(group) or init(group, *args))
+    return groups
 
 
-def num_groups_on_the_device():
-    return sum(any(stored.offload.buffer is not None for stored in group._live()) for group in groups_of_live_graphs())
+def num_on_the_device(groups):
+    return sum(any(stored.offload.buffer is not None for stored in group._live()) for group in groups)
 
 
 def test_rounding_buffers_are_two(monkeypatch):
     """Copies that never run by themselves: two groups at most hold device memory (section 4.1)."""
-    (backends, model), held = (simulate(monkeypatch, eagerness=0), small(layers=5)), []
+    backends, groups, held, model = simulate(monkeypatch, eagerness=0), note_groups(monkeypatch), [], small(layers=5)
     enabled(model, **{**TOKEN, "unswapped_layers": 0})
     for layer in model.model.layers:
-        layer.register_forward_hook(lambda *_: held.append(num_groups_on_the_device()))
+        layer.register_forward_hook(lambda *_: held.append(num_on_the_device(groups)))
     loss = model(input_ids=IDS, labels=IDS).loss
     assert held == [1, 2, 2, 2, 2] and not backends[0].faults
     del loss
@@ -222,11 +223,10 @@ def test_an_address_within_a_group(monkeypatch):  # case 33
 
 def test_a_layer_whose_backward_does_not_read_what_it_fetched(monkeypatch):
     """The copy is under way when its layer is over: its memory waits for it."""
-    backends = simulate(monkeypatch, eagerness=0)
-    model = small()
-    session = enabled(model, **{**TOKEN, "unswapped_layers": 0})
+    backends, groups, model = simulate(monkeypatch, eagerness=0), note_groups(monkeypatch), small()
+    enabled(model, **{**TOKEN, "unswapped_layers": 0})
     loss = model(input_ids=IDS, labels=IDS).loss
-    for group in 2 * groups_of_live_graphs():
+    for group in 2 * groups:
         group.prefetch()
         group.release()
     backends[0]._eagerness = 1.0

@@ -154,6 +154,7 @@ def test_the_loss_that_balances_experts(monkeypatch, family):  # case 61
 
 PROJECT, FINISH, HEAD = (2 * 26 * weights for weights in (32 * (32 + 2 * 16), 32 * 32 + 3 * 32 * 64, 32 * 128))
 PLAIN = 3 * (PROJECT + FINISH + HEAD)
+SIX_TOKENS_SWAPPED = dict(swap_fraction=6 / 13, chunk_size=12), (PROJECT + FINISH) * 7 // 13
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ PLAIN = 3 * (PROJECT + FINISH + HEAD)
     [
         (dict(swap_fraction=1.0, chunk_size=26), 0),
         (dict(swap_fraction=0.0, chunk_size=26), PROJECT + FINISH),
-        (dict(swap_fraction=6 / 13, chunk_size=12), (PROJECT + FINISH) * 7 // 13),
+        SIX_TOKENS_SWAPPED,
         (dict(swap_fraction=0.0, chunk_size=8, qkv="rebuild"), PROJECT + FINISH + PROJECT),
         (dict(swap_fraction=1.0, chunk_size=26, qkv="rebuild"), PROJECT),
         # torch's checkpoint stops before the last product, whose result nobody needs.
