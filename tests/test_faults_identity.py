@@ -14,9 +14,8 @@ from tests.harness.sessions import IDS, REBUILD, SETTINGS, TOKEN, assert_same_bi
 from tests.tiny_models import gradients, random_ids, worst_relative_error
 
 
-@pytest.fixture
-def packed(monkeypatch):
-    """Storages (by address, each kept alive) and tensors that were handed to swap groups."""
+def note_what_is_put(monkeypatch):
+    """The tensors that are handed to swap groups from now on."""
     tensors, put = [], SwapGroup.put
 
     def noting(group, tensor, **options):
@@ -33,8 +32,8 @@ def address(tensor):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_parameters_and_buffers_never_move(packed, settings, autocast):  # case 42
-    peft = pytest.importorskip("peft")
+def test_parameters_and_buffers_never_move(monkeypatch, settings, autocast):  # case 42
+    peft, packed = pytest.importorskip("peft"), note_what_is_put(monkeypatch)
     model = small("qwen2", tie_word_embeddings=True)
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
     enabled(model, **SETTINGS[settings])
@@ -47,14 +46,15 @@ def test_parameters_and_buffers_never_move(packed, settings, autocast):  # case 
     assert not [tensor.shape for tensor in packed if tensor.shape in shapes]  # nor a cast of one
 
 
-def test_what_all_layers_share_never_moves_and_stays_alive(packed, monkeypatch):  # case 45
+def test_what_all_layers_share_never_moves_and_stays_alive(monkeypatch):  # case 45
     """cos and sin belong to all layers; swapped with one they would be freed under the next."""
     simulate(monkeypatch)
     model, shared = small(), []
     model.model.rotary_emb.register_forward_hook(lambda module, args, output: shared.append(output))
     expected = kept(model, settings=TOKEN)
     enabled(model, **TOKEN)
-    packed.clear(), shared.clear()
+    packed = note_what_is_put(monkeypatch)
+    shared.clear()
     assert_same_bits(gradients(model, IDS), expected)
     assert len(shared) == 1
     assert not {address(tensor) for tensor in shared[0]} & {address(tensor) for tensor in packed}
@@ -178,7 +178,7 @@ def test_a_layer_that_writes_to_its_input(monkeypatch):  # case 39
     """Right or refused, never silently wrong."""
     simulate(monkeypatch)
     model = model_of(_AddsInPlace)
-    session = enabled(model, **TOKEN)
+    session = enabled(model, **{**TOKEN, "unswapped_layers": 0})
     stats = session.stats.layers[0]
     assert (stats.mode, stats.reason) == ("layer", "it writes to its own input")
     with pytest.raises(MemoError, match=r"saved for backward in layers.\d was changed by an in-place"):

@@ -1,4 +1,4 @@
-"""Kind J of the cases, and input that cannot be: a message says what happened, the value, the limit and what to do."""
+"""Kind J of the cases, and input that cannot be: messages say what happened, the value, the limit and what to do."""
 
 import logging
 import re
@@ -47,9 +47,7 @@ def test_settings_of_another_type_are_refused():
 
 def test_a_model_without_decoder_layers():
     for model in (nn.Linear(2, 2), nn.Sequential(nn.ReLU())):
-        with pytest.raises(
-            UnsupportedModelError, match=f"{type(model).__name__} has no decoder layers.*without memo_hf"
-        ):
+        with pytest.raises(UnsupportedModelError, match="(Linear|Sequential) has no decoder layers.*without memo_hf"):
             memo_hf.enable(model)
         assert "forward" not in vars(model)
 

@@ -7,6 +7,7 @@ import torch
 
 import memo_hf
 import memo_hf.session
+from memo_hf.swap import SwapGroup
 from tests.harness.sessions import (
     IDS,
     SETTINGS,
@@ -28,6 +29,7 @@ def check_any_order(monkeypatch, settings, seed=0, eagerness=0.3, steps=2, famil
     expected = kept(model, settings=settings)
     backends = simulate(monkeypatch, seed, eagerness)
     session = enabled(model, **settings)
+    assert {stats.mode for stats in session.stats.layers} == {"layer" if settings.get("mode") == "layer" else "token"}
     for _ in range(steps):
         assert_same_bits(gradients(model, IDS), expected)
     assert worst_relative_error(expected, plain) < 1e-5
@@ -87,10 +89,9 @@ def test_a_graph_is_used_twice(monkeypatch, settings):  # cases 1 and 30
         loss.backward(retain_graph=True)
         assert_same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
     loss.backward()
+    assert_nothing_left(session)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    del loss
-    assert_nothing_left(session)
 
 
 def losses_of_training(num_steps, **settings):
@@ -184,3 +185,50 @@ def test_what_autograd_saves_from_the_middle_of_a_storage(monkeypatch):  # case 
     assert torch.equal(torch.autograd.grad(loss, scores)[0], expected[0])
     assert not backends[0].faults
     engine.close()
+
+
+def note_groups(monkeypatch):
+    """The swap groups that are opened from now on."""
+    groups, init = [], SwapGroup.__init__
+    monkeypatch.setattr(SwapGroup, "__init__", lambda group, *args: groups.append(group) or init(group, *args))
+    return groups
+
+
+def num_on_the_device(groups):
+    return sum(any(stored.offload.buffer is not None for stored in group._live()) for group in groups)
+
+
+def test_rounding_buffers_are_two(monkeypatch):
+    """Copies that never run by themselves: two groups at most hold device memory (section 4.1)."""
+    backends, groups, held, model = simulate(monkeypatch, eagerness=0), note_groups(monkeypatch), [], small(layers=5)
+    enabled(model, **{**TOKEN, "unswapped_layers": 0})
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: held.append(num_on_the_device(groups)))
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert held == [1, 2, 2, 2, 2] and not backends[0].faults
+    del loss
+
+
+def test_an_address_within_a_group(monkeypatch):  # case 33
+    """Tensors that die while their group is open: the next one may lie where they lay."""
+    simulate(monkeypatch, eagerness=1.0)
+    engine = memo_hf.session.SwapEngine(torch.device("cpu"), 2**24)
+    group, handles = engine.open_group(), []
+    for number in range(50):
+        handles.append(group.put(torch.full((1000,), float(number))))
+        engine.stats  # noqa: B018 (lets device memory go)
+    assert all(torch.all(handle.get() == number) for number, handle in enumerate(handles))
+    engine.close()
+
+
+def test_a_layer_whose_backward_does_not_read_what_it_fetched(monkeypatch):
+    """The copy is under way when its layer is over: its memory waits for it."""
+    backends, groups, model = simulate(monkeypatch, eagerness=0), note_groups(monkeypatch), small()
+    enabled(model, **{**TOKEN, "unswapped_layers": 0})
+    loss = model(input_ids=IDS, labels=IDS).loss
+    for group in 2 * groups:
+        group.prefetch()
+        group.release()
+    backends[0]._eagerness = 1.0
+    loss.backward()
+    assert not backends[0].faults

@@ -1,5 +1,7 @@
 """Kind D of the cases: what is recomputed is what forward computed, side effects and shared arguments included."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -127,7 +129,7 @@ def test_gradients_of_an_encoder(monkeypatch):  # cases 30 and 55
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_router_near_ties(monkeypatch, settings):  # cases 60 and 61
-    """Experts 1 to 3 score within a rounding error of each other: a recompute that chose another would differ."""
+    """Experts 1 to 3 score within a rounding error of each other: choosing another would change shapes."""
     simulate(monkeypatch)
     model = small("mixtral", layers=2)
     for layer in model.model.layers:
@@ -152,6 +154,7 @@ def test_the_loss_that_balances_experts(monkeypatch, family):  # case 61
 
 PROJECT, FINISH, HEAD = (2 * 26 * weights for weights in (32 * (32 + 2 * 16), 32 * 32 + 3 * 32 * 64, 32 * 128))
 PLAIN = 3 * (PROJECT + FINISH + HEAD)
+SIX_TOKENS_SWAPPED = dict(swap_fraction=6 / 13, chunk_size=12), (PROJECT + FINISH) * 7 // 13
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ PLAIN = 3 * (PROJECT + FINISH + HEAD)
     [
         (dict(swap_fraction=1.0, chunk_size=26), 0),
         (dict(swap_fraction=0.0, chunk_size=26), PROJECT + FINISH),
-        (dict(swap_fraction=6 / 13, chunk_size=12), (PROJECT + FINISH) * 7 // 13),
+        SIX_TOKENS_SWAPPED,
         (dict(swap_fraction=0.0, chunk_size=8, qkv="rebuild"), PROJECT + FINISH + PROJECT),
         (dict(swap_fraction=1.0, chunk_size=26, qkv="rebuild"), PROJECT),
         # torch's checkpoint stops before the last product, whose result nobody needs.
@@ -182,3 +185,34 @@ def test_rebuilt_queries_have_the_bits_of_forward():
     model = small()
     swapped = kept(model, settings={**REBUILD, "qkv": "swap"})
     assert_same_bits(kept(model, settings=REBUILD), swapped)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_backward_draws_no_random_numbers(settings):  # case 49
+    """What is recomputed draws forward's numbers again, and leaves the random state as it was before."""
+    model = small(layers=2, attention_dropout=0.1)
+    enabled(model, **{**SETTINGS[settings], "unswapped_layers": 0})
+    loss = model(input_ids=IDS, labels=IDS).loss
+    before = torch.get_rng_state()
+    torch.manual_seed(5)
+    loss.backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), after) and not torch.equal(before, after)
+
+
+class _NotesItsCache(LlamaDecoderLayer):
+    def forward(self, hidden_states, past_key_values=None, cache=None, **kwargs):
+        self.caches.append(past_key_values if cache is None else cache)
+        return super().forward(hidden_states, **kwargs)
+
+
+def test_a_layer_is_given_no_cache():  # cases 55 and 57
+    model, caches = small(layers=2), []
+    for layer in model.model.layers:
+        layer.__class__, layer.caches = _NotesItsCache, caches
+    enabled(model, **TOKEN)
+    caches.clear()
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    gradients(model, IDS, **{name: DynamicCache()})
+    assert caches and not [cache for cache in caches if cache is not None]

@@ -12,9 +12,11 @@ import torch
 import memo_hf
 from memo_hf.allocator.meter import AllocatorMeter
 from memo_hf.errors import MemoError
+from memo_hf.layers.step import LayerRecord
 from memo_hf.swap import SwapGroup
 from tests.harness.sessions import (
     IDS,
+    REBUILD,
     SETTINGS,
     TOKEN,
     assert_nothing_left,
@@ -24,12 +26,12 @@ from tests.harness.sessions import (
     simulate,
     small,
 )
+from tests.harness.simulated_copies import settle
 from tests.tiny_models import gradients, random_ids
 
 
-@pytest.fixture
-def num_packs(monkeypatch):
-    """How many tensors were handed to swap groups."""
+def count_packs(monkeypatch):
+    """A function that says how many tensors were handed to swap groups since."""
     count, put = [0], SwapGroup.put
 
     def counting(*args, **options):
@@ -52,8 +54,8 @@ def outputs_without_training(model):
     return found
 
 
-def test_evaluation_is_untouched_before_and_between_steps(num_packs):  # cases 24, 25 and 26
-    model = small()
+def test_evaluation_is_untouched_before_and_between_steps(monkeypatch):  # cases 24, 25 and 26
+    model, num_packs = small(), count_packs(monkeypatch)
     before = outputs_without_training(model)
     expected = kept(model, settings=TOKEN)
     session, packs = enabled(model, **TOKEN), num_packs()
@@ -143,16 +145,28 @@ def flat_over(num_steps, step):
     return True
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [*SETTINGS, "kept"])
 def test_live_bytes_are_flat(settings):  # cases 19 and 22
     """No cycle keeps anything: the collector is off."""
     model = small(layers=2)
-    session = enabled(model, **{**SETTINGS[settings], "unswapped_layers": 0})
-    assert flat_over(50 if settings == "token" else 6, lambda step: gradients(model, IDS[:1]))
+    unswapped, num_steps = 2 if settings == "kept" else 0, 50 if settings == "token" else 5
+    session = enabled(model, **{**SETTINGS.get(settings, TOKEN), "unswapped_layers": unswapped})
+    assert flat_over(num_steps, lambda step: gradients(model, IDS[:1]))
     assert session.stats.host_bytes == 0
     reserved = session.stats.host_reserved_bytes
     gradients(model, IDS[:1])
     assert session.stats.host_reserved_bytes == reserved
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, "kept"])
+def test_a_dropped_graph_is_freed_at_once(settings):  # case 22
+    """Without its backward pass, and without the collector."""
+    model = small(layers=2)
+    unswapped = 2 if settings == "kept" else 0
+    session = enabled(model, **{**SETTINGS.get(settings, TOKEN), "unswapped_layers": unswapped})
+    assert flat_over(4, lambda step: model(input_ids=IDS[:1], labels=IDS[:1]))
+    settle(session._engine)
+    assert session.stats.host_bytes == 0
 
 
 def test_another_length_at_each_step():  # case 109
@@ -285,6 +299,7 @@ def test_host_memory_and_thread_go_with_the_model():
 def test_interpreter_exit_is_clean(ending):
     script = f"""
 import memo_hf
+from tests.harness.simulated_copies import settle
 from tests.tiny_models import random_ids, tiny
 model, ids = tiny("llama", num_hidden_layers=2), random_ids(1, 12)
 session = memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=0.5, chunk_size=6, unswapped_layers=0))
@@ -294,3 +309,18 @@ assert session.stats.swapped_bytes > 0
 """
     run = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and not run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("settings", [TOKEN, REBUILD])
+def test_device_copies_go_with_their_layer(settings):
+    """After its backward pass a layer holds nothing on the device, even where the graph is kept."""
+    model = small(layers=2)
+    session = enabled(model, **{**settings, "unswapped_layers": 0})
+    end, records = LayerRecord.end_backward, []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LayerRecord, "end_backward", lambda record: records.append(record) or end(record))
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward(retain_graph=True)
+    assert len(records) == 2 and session.stats.host_bytes == session.stats.swapped_bytes
+    assert not [record for record in records if record.rebuilt]
+    assert not [stored for record in records for stored in record.group._live() if stored.device is not None]
