@@ -21,6 +21,7 @@ from memo_hf.layers.call import LayerCall, map_tensors, tensors_in
 from memo_hf.layers.locate import Stack
 from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Project, Whole, attention_set_to, playing
 from memo_hf.layers.token_mode import Recipe, TokenLayer
+from memo_hf.layers.unread import can_be_unread
 
 _BATCH, _TOKENS, _PERTURBED = 2, 13, 6
 _CHUNKS = ((0, 5), (5, 6), (6, 13))
@@ -244,6 +245,18 @@ def _check_layer(layer: nn.Module, own: _Seen, ours: _Seen, name: str) -> Verdic
         return Verdict(None, f"could not be run per token ({_brief(error)})")
 
 
+@contextlib.contextmanager
+def _needing_gradients(parameters: list[nn.Parameter]) -> Iterator[None]:
+    before = [parameter.requires_grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, needed in zip(parameters, before, strict=True):
+            parameter.requires_grad_(needed)
+
+
 class _Trial:
     """One layer under test on random tokens."""
 
@@ -282,7 +295,7 @@ class _Trial:
                 self._same(chunked, _output(whole), "run in chunks it does not equal itself run whole")
                 moved_output = self._finish(runner, moved, attended, 0, _TOKENS)
                 self._others_unmoved(chunked, moved_output, "the output after attention")
-                return candidate
+                return replace(candidate, unread=self._unread(candidate, attended))
             except Exception:
                 if candidate.meta_rope:
                     continue  # Something else reads what the stubs replace: try with fewer.
@@ -393,6 +406,28 @@ class _Trial:
     def _finish(self, runner: TokenLayer, hidden: Tensor, attended: Tensor, start: int, stop: int) -> Tensor:
         call = self._call(self.ours, hidden)
         return runner.finish(call, hidden[:, start:stop], attended[:, start:stop], start, stop, {})
+
+    def _unread(self, recipe: Recipe, attended: Tensor) -> tuple[str, ...]:
+        """Linear modules whose output may be anything in a recompute: with NaN there, gradients stay what they are."""
+        with torch.enable_grad():
+            expected = self._gradients(recipe, attended)
+            linear = [path for path, module in self.layer.named_modules() if can_be_unread(module)]
+            return tuple(
+                path
+                for path in linear
+                if not any(path == stub or path.startswith(f"{stub}.") for stub in recipe.projecting)
+                and all(map(torch.equal, self._gradients(replace(recipe, unread=(path,)), attended), expected))
+            )
+
+    def _gradients(self, recipe: Recipe, attended: Tensor) -> list[Tensor]:
+        runner = TokenLayer(self.layer, self.forward, self.configs, recipe)
+        parameters = [p for p in self.layer.parameters() if p.is_floating_point()]
+        inputs = [tensor.detach().requires_grad_() for tensor in (self.hidden, attended)]
+        with _needing_gradients(parameters):
+            output = runner.finish_again(self._call(self.ours, inputs[0]), *inputs, 0, _TOKENS, fill=float("nan"))
+            wanted = [*inputs, *parameters]
+            found = torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+        return [torch.zeros(()) if gradient is None else gradient for gradient in found]
 
     def _attend(self, parts: list[Tensor]) -> Tensor:
         role = Project()

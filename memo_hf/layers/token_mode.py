@@ -20,6 +20,7 @@ from memo_hf.layers.call import LayerCall, tensors_in
 from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
 from memo_hf.layers.step import ATTENTION, WHOLE, LayerRecord, Step
 from memo_hf.layers.tokenwise import Node, cut_into_chunks
+from memo_hf.layers.unread import unread
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Recipe:
         projecting: paths of the modules that have run when attention is called.
         around: paths of the modules that are running then: the layer itself and its attention.
         returns_tuple: the layer returns a tuple whose first item is its output.
+        unread: paths of the linear modules whose output backward does not read.
         qkv_width: numbers per token in queries, keys and values together.
         attended_width: numbers per token in the attention output.
     """
@@ -43,6 +45,7 @@ class Recipe:
     returns_tuple: bool
     qkv_width: int
     attended_width: int
+    unread: tuple[str, ...] = ()
 
     def nodes_using(self, path: str) -> tuple[bool, bool]:
         """Whether project, and whether finish, computes with the parameters that the module at `path` owns."""
@@ -108,6 +111,7 @@ class TokenLayer:
             group=record.group,
             constants=constants,
             turn=WHOLE,
+            rerun=lambda inputs, start, stop: (self.finish_again(call, *inputs, start, stop),),
             before_backward=record.begin_finish,
             after_backward=record.begin_attend,
         )
@@ -152,6 +156,13 @@ class TokenLayer:
             return output
         seen["rest"] = output[1:]
         return output[0]
+
+    def finish_again(
+        self, call: LayerCall, hidden: Tensor, attended: Tensor, start: int, stop: int, fill: float | None = None
+    ) -> Tensor:
+        """`finish` for the sake of its graph: what backward does not read is left unset, or set to `fill`."""
+        with unread([self.layer.get_submodule(path) for path in self.recipe.unread], fill):
+            return self.finish(call, hidden, attended, start, stop, {})
 
     def _attend(self, step: Step, seen: dict, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         module, arguments = seen["module"], seen["arguments"]

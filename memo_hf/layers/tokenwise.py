@@ -118,7 +118,8 @@ class Node:
     `run(inputs, start, stop)` takes the inputs' tokens [start, stop) and returns a tuple of tensors; dimension 1 of
     every input and output counts tokens. `parameters` are the trainable ones it may use and `frozen` the others, as
     (module, name). `constants` are tensors that outlive the step anyway (buffers, cos and sin) and are never swapped.
-    `turn` is when backward fetches the inputs, among the rest of the group.
+    `turn` is when backward fetches the inputs, among the rest of the group. `rerun` is `run` for a recompute, where the
+    graph is wanted and the outputs are not.
     """
 
     run: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
@@ -129,6 +130,7 @@ class Node:
     constants: list[Tensor] = field(default_factory=list)
     passes_input: bool = False
     turn: int = 0
+    rerun: Callable[[list[Tensor], int, int], tuple[Tensor, ...]] | None = None
     before_backward: Callable[[], None] = lambda: None
     after_backward: Callable[[], None] = lambda: None
     # Filled in by forward, emptied by backward.
@@ -166,7 +168,7 @@ class Node:
         """Forget what forward left: backward has used it."""
         self.handles, self.random_states, self.graphs, self.autocast = [], [], [], None
 
-    def build(self, inputs: list[Tensor], chunk: Chunk, needs_grad: list[bool]):
+    def build(self, run, inputs: list[Tensor], chunk: Chunk, needs_grad: list[bool]):
         """Run one chunk with a graph. Returns its outputs and the gradient edges of inputs and parameters (or None)."""
         parameters = [module._parameters[name] for module, name in self.parameters]
         with torch.enable_grad():
@@ -176,7 +178,7 @@ class Node:
             inputs = [next(sources) if needed else t.detach() for t, needed in zip(inputs, needs_grad, strict=True)]
             replacements = list(sources)
             with substituted(self.parameters, replacements):
-                outputs = self.run(inputs, chunk.start, chunk.stop)
+                outputs = run(inputs, chunk.start, chunk.stop)
         edges = [get_gradient_edge(t) if needed else None for t, needed in zip(inputs, needs_grad, strict=True)]
         return outputs, edges + [get_gradient_edge(t) for t in replacements]
 
@@ -200,7 +202,7 @@ class _Tokenwise(torch.autograd.Function):
             with node.autocast():
                 if chunk.swapped:
                     with saved_tensors.hooks():
-                        outputs, edges = node.build(cut, chunk, ctx.needs_grad)
+                        outputs, edges = node.build(node.run, cut, chunk, ctx.needs_grad)
                     ends = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
                     node.graphs.append(_SwappedGraph(ends, edges))
                     outputs = tuple(tensor.detach() for tensor in outputs)
@@ -250,7 +252,7 @@ def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep
     if graph is None:
         cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
         with node.random_states[index].restored(), node.autocast():
-            tensors, edges = node.build(cut, chunk, needs_grad)
+            tensors, edges = node.build(node.rerun or node.run, cut, chunk, needs_grad)
         outputs = [tensor if tensor.requires_grad else None for tensor in tensors]
         del tensors
     else:
