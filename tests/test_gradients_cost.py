@@ -47,16 +47,16 @@ def step(session, loss):
     return at_peak
 
 
-@pytest.mark.parametrize("swap_fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    "family, swap_fraction", [*((family, 0.5) for family in DENSE), ("llama", 0.0), ("llama", 1.0)]
+)
 def test_planned_swapped_and_prefetched_bytes_are_equal(family, swap_fraction):  # case 43
-    model = tiny(family)
-    with enabled(model, swap_fraction=swap_fraction, unswapped_layers=2) as session:
-        for tokens in (37, 20, 37):
+    model = tiny(family, num_hidden_layers=3)
+    with enabled(model, swap_fraction=swap_fraction) as session:
+        for tokens in (37, 20):
             at_peak = step(session, language_loss(model, random_ids(2, tokens)))
             stats = session.stats
             assert stats.planned_bytes == stats.swapped_bytes == stats.prefetched_bytes == at_peak > 0
-    model.zero_grad()
 
 
 @pytest.mark.parametrize("batch, tokens", [(1, 37), (2, 20)])
@@ -80,7 +80,7 @@ def test_bytes_of_recomputed_layers_by_formula_in_bf16():
         assert session.stats.swapped_bytes == 2 * 37 * per_token * (LAYERS - 1)
 
 
-@pytest.mark.parametrize("tokens, swap_fraction", [(40, 0.5), (37, 0.3), (37, 0.99), (64, 1 / 3)])
+@pytest.mark.parametrize("tokens, swap_fraction", [(40, 0.5), (37, 0.3), (37, 0.99)])
 def test_exactly_the_fraction_of_tokens_is_swapped(tokens, swap_fraction):
     model, layers = tiny("llama"), LAYERS - 1
     swapped = {}
@@ -104,7 +104,6 @@ def test_attention_runs_once_forward_and_once_backward(family, swap_fraction, qk
         assert session.stats.forwards == 1
     assert watch.count("flash_attention_for_cpu") == 2 * LAYERS
     assert watch.count("flash_attention_for_cpu_backward") == LAYERS
-    model.zero_grad()
 
 
 def flops(loss):
@@ -132,7 +131,6 @@ def test_operations_recomputed_are_those_of_project_and_finish(swap_fraction, qk
     recomputed = batch * round((1 - swap_fraction) * tokens) * (project + finish) * LAYERS
     rebuilt = batch * tokens * project * LAYERS if qkv == "rebuild" else 0
     assert ours - plain == recomputed + rebuilt
-    model.zero_grad()
 
 
 def test_a_frozen_projection_is_not_computed_for_nothing():
