@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tiny_models import TOKEN_MODE, random_ids, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+
+from memo_hf.layers.tokenwise import Node
 
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -131,6 +134,23 @@ def test_operations_recomputed_are_those_of_project_and_finish(swap_fraction, qk
     recomputed = batch * round((1 - swap_fraction) * tokens) * (project + finish) * LAYERS
     rebuilt = batch * tokens * project * LAYERS if qkv == "rebuild" else 0
     assert ours - plain == recomputed + rebuilt
+
+
+def test_rebuilt_queries_keys_and_values_do_not_outlive_their_layer(monkeypatch):
+    model, rebuilt = tiny("llama"), []
+    own = Node.again
+
+    def again(node):
+        assert not [reference for reference in rebuilt if reference() is not None]
+        found = own(node)
+        rebuilt.extend(weakref.ref(tensor) for tensor in found)
+        return found
+
+    monkeypatch.setattr(Node, "again", again)
+    with enabled(model, swap_fraction=0.5, qkv="rebuild"):
+        value = language_loss(model, random_ids(2, 37))()
+        value.backward()
+    assert len(rebuilt) == 3 * LAYERS
 
 
 def test_a_frozen_projection_is_not_computed_for_nothing():
