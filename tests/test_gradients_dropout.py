@@ -19,7 +19,7 @@ SETTINGS = [
     dict(swap_fraction=1.0, unswapped_layers=0),
 ]
 IDS = random_ids(2, 37)
-GPT2 = dict(n_embd=32, n_layer=3, n_head=4, n_positions=64)
+GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
 
 
 def with_lora_dropout(model):
@@ -27,14 +27,14 @@ def with_lora_dropout(model):
 
 
 MODELS = {
-    "attention": lambda: tiny("llama", num_hidden_layers=3, attention_dropout=0.3),
+    "attention": lambda: tiny("llama", num_hidden_layers=2, attention_dropout=0.3),
     "embedding, attention and residual": lambda: tiny("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2, **GPT2),
     "residual alone": lambda: tiny("gpt2", attn_pdrop=0.0, resid_pdrop=0.2, embd_pdrop=0.0, **GPT2),
-    "attention and activation": lambda: tiny("opt", num_hidden_layers=3, ffn_dim=64, word_embed_proj_dim=32),
+    "attention and activation": lambda: tiny("opt", num_hidden_layers=2, ffn_dim=64, word_embed_proj_dim=32),
     "routers": lambda: tiny("phimoe", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
-    "LoRA": lambda: with_lora_dropout(tiny("llama", num_hidden_layers=3)),
+    "LoRA": lambda: with_lora_dropout(tiny("llama", num_hidden_layers=2)),
     "LoRA and attention": lambda: with_lora_dropout(tiny("llama", num_hidden_layers=2, attention_dropout=0.3)),
-    "layer mode": lambda: tiny("bloom", n_layer=3, n_head=4, hidden_dropout=0.2, attention_dropout=0.2),
+    "layer mode": lambda: tiny("bloom", n_layer=2, n_head=4, hidden_dropout=0.2, attention_dropout=0.2),
 }
 
 

@@ -10,6 +10,7 @@ SETTINGS = [
     dict(swap_fraction=0.5, qkv="swap"),
     dict(swap_fraction=1.0, qkv="rebuild", unswapped_layers=0),
 ]
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")
 
 
 def modes(session):
@@ -18,14 +19,15 @@ def modes(session):
 
 @pytest.mark.parametrize("family", TOKEN_MODE | MORE_TOKEN_MODE)
 def test_token_mode_is_exact(family):
-    model = tiny(family, num_hidden_layers=3)
+    kinds = dict(layer_types=["sliding_attention", "full_attention"]) if family in WINDOWED else {}
+    model = tiny(family, num_hidden_layers=2, **kinds)
     loss = language_loss(model, random_ids(2, 37))
     with enabled(model) as session:
-        assert modes(session) == ["token"] * 3, session.stats.layers
+        assert modes(session) == ["token"] * 2, session.stats.layers
     check_exact(model, loss, SETTINGS)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 36, 37, 38, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 3, 36, 38, 1000])
 @pytest.mark.parametrize("swap_fraction", [0.0, 0.3, 1.0])
 def test_any_chunk_size_is_exact(chunk_size, swap_fraction):
     model = tiny("qwen3", num_hidden_layers=2)

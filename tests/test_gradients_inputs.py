@@ -63,7 +63,7 @@ def test_packed_documents_are_exact(family):
 
 
 def test_packed_documents_are_exact_in_several_rows():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=3)
     positions = torch.cat([packed_positions(5, 20, 12), packed_positions(30, 7)])
     check_exact(model, language_loss(model, IDS, position_ids=positions, use_cache=False), SETTINGS)
 
@@ -89,13 +89,13 @@ def test_no_document_reads_another(family, how):  # case 85
 
 
 def test_bounds_of_documents_equal_positions():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=3)
     loss = language_loss(model, IDS[:1], **PACKED, **BOUNDS)
     check_exact(model, loss, SETTINGS)
 
 
 def test_bounds_over_several_rows():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=3)
     positions = torch.cat([packed_positions(5, 20, 12), packed_positions(30, 7)])
     bounds = torch.tensor([0, 5, 25, 37, 67, 74], dtype=torch.int32)
     extra = dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=30, max_length_k=30)
@@ -104,13 +104,13 @@ def test_bounds_over_several_rows():
 
 @pytest.mark.parametrize("offset", [1, 100])
 def test_explicit_positions_are_exact(offset):
-    model = tiny("qwen3")
+    model = tiny("qwen3", num_hidden_layers=3)
     positions = (torch.arange(37) + offset)[None].expand(2, -1)
     check_exact(model, language_loss(model, IDS, position_ids=positions), SETTINGS)
 
 
 def test_embeddings_in_place_of_ids_get_their_gradient():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=3)
     embedded = torch.nn.Parameter(model.get_input_embeddings()(IDS).detach().clone())
     model.register_parameter("embedded", embedded)
     check_exact(model, lambda: model(inputs_embeds=embedded, labels=IDS).loss, SETTINGS)

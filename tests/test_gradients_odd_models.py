@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import memo_hf
-from memo_hf.errors import UnsupportedModelError
+from memo_hf.errors import MemoError, UnsupportedModelError
 
 SETTINGS = [dict(swap_fraction=0.0, qkv="rebuild"), dict(swap_fraction=1.0, unswapped_layers=0)]
 IDS = random_ids(2, 37)
@@ -63,6 +63,28 @@ def test_layers_in_eval_mode_train_too():
     model = tiny("llama")
     model.model.layers[0].eval()
     check_exact(model, language_loss(model, IDS), SETTINGS)
+
+
+@pytest.mark.parametrize("mode", ["auto", "layer"])
+def test_layer_input_as_a_keyword(mode):
+    model = tiny("llama", num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: ((), {"hidden_states": args[0], **kwargs} if args else kwargs),
+            with_kwargs=True,
+        )
+    with enabled(model, mode=mode) as session:
+        assert modes(session) == {"token" if mode == "auto" else "layer"}
+    check_exact(model, language_loss(model, IDS), [{"mode": mode, **settings} for settings in SETTINGS])
+
+
+def test_a_tensor_taken_from_inside_of_a_layer_gets_no_gradient():
+    model, taken = tiny("llama", num_hidden_layers=2), []
+    with enabled(model, swap_fraction=1.0):
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: taken.append(output))
+        loss = language_loss(model, IDS)()
+        with pytest.raises(MemoError, match="taken out of a layer.*mode='layer'"):
+            (loss + sum(tensor.square().sum() for tensor in taken)).backward()
 
 
 def whisper():

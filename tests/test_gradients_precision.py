@@ -6,7 +6,8 @@ from exactness import assert_close, check_exact, enabled, gradients_of, language
 from peft import LoraConfig, get_peft_model
 from tiny_models import random_ids, tiny
 
-from memo_hf.swap import SwapGroup
+from memo_hf.layers.tokenwise import Node, cut_into_chunks
+from memo_hf.swap import SwapEngine, SwapGroup
 
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -17,7 +18,7 @@ SETTINGS = [
 ]
 IDS = random_ids(2, 37)
 BF16 = 2e-2  # of the largest entry: plain bf16 runs differ from fp32 by more
-FAMILIES = ["llama", "qwen3", "gemma3_text", "phi3", "gpt_neox", "mixtral", "gpt_oss"]
+FAMILIES = ["llama", "gemma3_text", "gpt_neox", "mixtral", "gpt_oss"]
 
 
 def small(family, **changes):
@@ -156,3 +157,21 @@ def test_no_weight_is_swapped(trained, precision):
         for _, shape, value in seen:
             for view in (weight, weight.t()):
                 assert shape != tuple(view.shape) or not torch.equal(value.float(), view.to(value.dtype).float())
+
+
+def test_chunks_are_summed_in_fp32():
+    """600 chunks that each add 1: a sum in bf16 would stop at 256."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    engine = SwapEngine(torch.device("cpu"), 2**20)
+    node = Node(
+        run=lambda inputs, start, stop: (inputs[0] * module.weight,),
+        parameters=[(module, "weight")],
+        frozen=[],
+        chunks=cut_into_chunks(600, 1, 0.5),
+        group=engine.open_group(),
+    )
+    (output,) = node.apply(torch.ones(1, 600, 8, dtype=torch.bfloat16))
+    output.backward(torch.ones_like(output))
+    assert module.weight.grad.dtype is torch.bfloat16 and (module.weight.grad == 600).all()
+    engine.close()

@@ -222,3 +222,19 @@ def test_parametrized_weights():
         nn.utils.parametrizations.weight_norm(layer.self_attn.k_proj)
         nn.utils.parametrizations.weight_norm(layer.mlp.down_proj)
     check(model)
+
+
+class _SumOfTwo(nn.Linear):
+    """Autograd hands one and the same tensor out as the gradient of both parameters."""
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs, self.weight + self.delta)
+
+
+def test_parameters_that_are_handed_one_gradient():
+    model = llama()
+    for layer in model.model.layers:
+        for module in (layer.self_attn.v_proj, layer.mlp.gate_proj):
+            module.delta = nn.Parameter(torch.randn_like(module.weight) / 10)
+            module.__class__ = _SumOfTwo
+    check(model)

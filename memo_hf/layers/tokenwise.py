@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from memo_hf.errors import MemoError
 from memo_hf.layers.roles import substituted
 from memo_hf.swap import Handle, SwapGroup
 
@@ -99,8 +100,12 @@ class _Sources(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx, *gradients):  # pragma: no cover - gradients are captured at this node, never passed through it
-        raise AssertionError("the graph of a chunk ends at its sources")
+    def backward(ctx, *gradients):
+        # The gradients of a chunk are captured at this node and never pass through it.
+        raise MemoError(
+            "a tensor was taken out of a layer that memo_hf runs per token (by a hook?) and used in the loss; no "
+            "gradient flows from there. Use the layer's output, or MemoConfig(mode='layer')"
+        )
 
 
 @dataclass
