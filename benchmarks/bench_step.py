@@ -8,6 +8,7 @@ The model is a Llama of random weights: hidden 512, 8 heads, 2 key/value heads, 
 fp32, batch 1. Device bytes come from an allocator meter (on a CPU a c10 allocator that counts every tensor, on CUDA
 torch's own statistics) and are the peak of one step above what is there before it, so gradients count and weights do
 not. Times are medians; ratios are medians of the ratios within a round, each round running every alternative once.
+memo_hf runs at swap fraction 0, which takes the least memory.
 Appends a row per alternative to a CSV file and prints a Markdown table.
 """
 
@@ -94,7 +95,7 @@ def selective_checkpointing(model):
 
 @contextlib.contextmanager
 def with_memo(model):
-    memo_hf.enable(model, memo_hf.MemoConfig())
+    memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=0.0, min_tokens=2048))
     try:
         yield contextlib.nullcontext()
     finally:
