@@ -31,16 +31,33 @@ class MemoConfig:
     chunk_size: int | None = _option(
         None, "Tokens, over the whole batch, that go through project or finish at once. Not set: chosen for you."
     )
-    qkv: str = _option(
-        "swap",
-        "Where queries, keys and values wait for the backward pass: 'swap' sends them to host memory, 'rebuild' "
-        "computes them again from the layer input.",
+    qkv: str | None = _option(
+        None,
+        "Where queries, keys and values wait for the backward pass: 'swap' sends them to host memory, 'rebuild' sends "
+        "those of the swapped tokens and computes the others again from the layer input. Not set: chosen for you, or "
+        "'swap' when swap_fraction is set by hand.",
         choices=["swap", "rebuild"],
     )
     host_memory: str | None = _option(
         None,
         "Host memory that swapped activations may take on this node, for example '64GiB', shared by its ranks. "
         "Not set: what the cgroup and the machine have free, less a tenth.",
+    )
+    host_memory_for_others: str | None = _option(
+        None,
+        "Host memory of this node that others will still take, for example an offloaded optimizer: '60GiB'. It is "
+        "taken off what activations may use. Not set: nothing.",
+    )
+    device_memory: str | None = _option(
+        None,
+        "Device memory that training may take in all, for example '70GiB'; the swap fraction is chosen to fit. Not "
+        "set: what a GPU has free, less a twentieth of it; on a CPU no limit.",
+    )
+    plan_file: str | None = _option(
+        None,
+        "JSON file that keeps the measured step and the plans made from it, for the next run. One made for another "
+        "model, setting, version or machine is not used, and a warning names what differs. Not set: kept for this run "
+        "only; Trainer keeps it as memo_plan.json in its output_dir.",
     )
     min_tokens: int | None = _option(
         None,
@@ -69,10 +86,12 @@ class MemoConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         for spec in dataclasses.fields(self):
             choices = spec.metadata.get("choices")
-            if choices and getattr(self, spec.name) not in choices:
+            if choices and getattr(self, spec.name) not in (*choices, spec.default):
                 raise ConfigError(f"{spec.name} is {getattr(self, spec.name)!r}; it must be one of {choices}")
-        if self.host_memory is not None and parse_bytes(self.host_memory, "host_memory") == 0:
-            raise ConfigError("host_memory is 0; leave it unset for what is free, or give the bytes to use")
+        for name in ("host_memory", "device_memory"):
+            if getattr(self, name) is not None and parse_bytes(getattr(self, name), name) == 0:
+                raise ConfigError(f"{name} is 0; leave it unset for what is free, or give the bytes to use")
+        self.bytes_of("host_memory_for_others")
 
     @classmethod
     def from_dict(cls, values: dict) -> MemoConfig:
@@ -86,7 +105,12 @@ class MemoConfig:
     @property
     def host_memory_bytes(self) -> int | None:
         """`host_memory` in bytes, or None where it is to be read from the machine."""
-        return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+        return self.bytes_of("host_memory")
+
+    def bytes_of(self, name: str) -> int | None:
+        """The bytes that the setting `name` is written for, or None where it is not set. Raises `ConfigError`."""
+        value = getattr(self, name)
+        return None if value is None else parse_bytes(value, name)
 
     @property
     def effective_min_tokens(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from memo_hf.errors import UnsupportedModelError
+from memo_hf.errors import HostMemoryError, UnsupportedModelError
 from memo_hf.layers.call import LayerCall
 from memo_hf.layers.check import Verdict, attention_configs
 from memo_hf.layers.documents import find_documents
@@ -26,6 +26,8 @@ from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
 from memo_hf.layers.token_module import TokenModule
 from memo_hf.planner.chunks import default_chunk_tokens
+from memo_hf.planner.plan import Shape
+from memo_hf.planning import Planner
 
 logger = logging.getLogger("memo_hf")
 enabled_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -38,10 +40,11 @@ class PatchedStack:
         session: whose configuration, swap engine and figures these are.
         stack: the stack.
         verdicts: of the check, one for each layer.
+        planner: decides how each forward pass runs.
     """
 
-    def __init__(self, session, stack: Stack, verdicts: list[Verdict]):
-        self._session, self._stack = session, stack
+    def __init__(self, session, stack: Stack, verdicts: list[Verdict], planner: Planner):
+        self._session, self._stack, self._planner = session, stack, planner
         self._own_forward = stack.module.forward
         self._configs = attention_configs(stack.module)
         self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
@@ -76,6 +79,10 @@ class PatchedStack:
         step = self._step(batch_size, num_tokens, given.device, kwargs)
         try:
             return self._run(step, args, kwargs)
+        except HostMemoryError:
+            if step.last is not None or not self._planner.retreat():
+                raise
+            return self.forward(*args, **kwargs)
         except UnsupportedModelError as error:
             if not self.attends or step.last is not None:
                 raise
@@ -126,10 +133,10 @@ class PatchedStack:
         chunk_tokens = min(max(1, chunk_size // batch_size), num_tokens)
         session.begin_forward(self._stack, engine, chunk_tokens * batch_size)
         implementation = self._stack.module.config._attn_implementation
-        num_layers = len(self._stack.layers)
+        choice = self._planner.choose(engine, Shape(batch_size, num_tokens), session.host_budget_bytes)
         return Step(
             engine=engine,
-            settings=StepSettings(session.swap_fraction, chunk_tokens, config.qkv == "rebuild"),
+            settings=StepSettings(choice.swap_fraction, chunk_tokens, choice.rebuild_qkv),
             implementation=implementation,
             documents=find_documents(
                 batch_size,
@@ -142,9 +149,11 @@ class PatchedStack:
             )
             if self.attends
             else None,
-            first_kept=max(0, num_layers - config.unswapped_layers),
+            first_kept=choice.first_kept,
             kinds=self.kinds,
             require_host=session.require_host,
+            whole_layers=choice.whole_layers,
+            observer=choice.observer,
         )
 
     def layer_forward(self, index: int, name: str, layer: nn.Module, verdict: Verdict):
@@ -158,7 +167,8 @@ class PatchedStack:
             step = getattr(self._running, "step", None)
             if step is None:
                 return own_forward(*args, **kwargs)
-            runner = (per_token or among_others) if self.attends else alone
+            chosen = among_others if index in step.whole_layers else per_token or among_others
+            runner = chosen if self.attends else alone
             return runner(LayerCall(args, kwargs), step, index, name)
 
         return forward

@@ -26,6 +26,8 @@ from memo_hf.layers.refusals import refuse_replicas, refuse_what_cannot_be
 from memo_hf.layers.step import Step
 from memo_hf.patched_stack import PatchedStack, enabled_layers
 from memo_hf.planner.budgets import host_budget_bytes
+from memo_hf.planning import Planner
+from memo_hf.report.summary import summary
 from memo_hf.swap import SwapEngine
 from memo_hf.units import format_bytes
 
@@ -49,7 +51,10 @@ class SessionStats:
 
     Attributes:
         layers: every decoder layer with its mode and the reason for it.
-        swap_fraction: fraction of tokens that is swapped rather than recomputed.
+        swap_fraction: fraction of tokens that is swapped rather than recomputed, in the last forward pass.
+        qkv: "swap" or "rebuild", in the last forward pass.
+        strategy: "memo", or "checkpoint" where activation checkpointing is predicted to be as fast and runs instead.
+        binding_limit: in words, what keeps the step from being shorter.
         chunk_size: tokens of the whole batch in a chunk, of the last forward pass (0 before the first).
         planned_bytes: bytes that a forward pass of the last one's shape is to swap.
         swapped_bytes: bytes that the last forward pass has swapped to the host.
@@ -65,6 +70,9 @@ class SessionStats:
 
     layers: tuple[LayerStats, ...]
     swap_fraction: float
+    qkv: str
+    strategy: str
+    binding_limit: str
     chunk_size: int
     planned_bytes: int
     swapped_bytes: int
@@ -94,9 +102,10 @@ class Session:
         self.model, self.config = model, config
         self._engine: SwapEngine | None = None
         self._patches: list[Patch] = []
+        self.planners: list[Planner] = []
         self._undo_loss = None
         self._layers: list[LayerStats] = []
-        self._budget: int | None = None
+        self.host_budget_bytes: int | None = None
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
         self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
@@ -110,8 +119,8 @@ class Session:
                 "model that it was enabled on first"
             )
         try:
-            for stack in stacks:
-                self._install(stack)
+            for index, stack in enumerate(stacks):
+                self._install(stack, share=(index, len(stacks)))
             if config.chunked_loss:
                 self._undo_loss = install_chunked_loss(model)
         except BaseException:
@@ -123,7 +132,7 @@ class Session:
     @property
     def swap_fraction(self) -> float:
         """The fraction of tokens that is swapped rather than recomputed."""
-        return self.config.swap_fraction or 0.0
+        return self.planners[0].choice.swap_fraction
 
     @property
     def stats(self) -> SessionStats:
@@ -133,6 +142,9 @@ class Session:
         return SessionStats(
             layers=tuple(self._layers),
             swap_fraction=self.swap_fraction,
+            qkv="rebuild" if self.planners[0].choice.rebuild_qkv else "swap",
+            strategy=self.planners[0].strategy,
+            binding_limit=self.planners[0].binding_limit,
             chunk_size=self._chunk_size,
             planned_bytes=self._planned_bytes,
             swapped_bytes=swapped,
@@ -141,35 +153,30 @@ class Session:
             host_bytes=traffic.host_bytes if traffic else 0,
             peak_host_bytes=traffic.peak_host_bytes if traffic else 0,
             host_reserved_bytes=traffic.host_reserved_bytes if traffic else 0,
-            host_budget_bytes=self._budget,
+            host_budget_bytes=self.host_budget_bytes,
             forwards=self._forwards,
             stock_forwards=self._stock_forwards,
         )
 
     def describe(self) -> str:
-        """One line: how many layers run in which mode, and the settings."""
+        """One line: how many layers run in which mode, the swap fraction, and what limits it."""
         modes = Counter(layer.mode for layer in self._layers)
         counted = ", ".join(f"{number} layers in {mode} mode" for mode, number in modes.items())
-        return f"memo_hf: {counted}; swap fraction {self.swap_fraction:g}, q/k/v {self.config.qkv}"
+        stats = self.stats
+        return (
+            f"memo_hf: {counted}; swap fraction {stats.swap_fraction:.3g}, q/k/v {stats.qkv}; "
+            f"limit: {stats.binding_limit}"
+        )
 
-    def report(self) -> str:
-        """Several lines: modes with reasons, bytes planned, swapped and prefetched, and host memory."""
-        stats, lines = self.stats, [self.describe()]
-        for (mode, reason), number in Counter((layer.mode, layer.reason) for layer in self._layers).items():
-            lines.append(f"  {number} x {mode} mode: {reason}")
-        lines += [
-            f"  chunk: {stats.chunk_size} tokens",
-            f"  planned {format_bytes(stats.planned_bytes)}, swapped {format_bytes(stats.swapped_bytes)}, "
-            f"prefetched {format_bytes(stats.prefetched_bytes)} in the last step",
-            f"  host: peak {format_bytes(stats.peak_host_bytes)}, reserved {format_bytes(stats.host_reserved_bytes)}"
-            + (f" of {format_bytes(stats.host_budget_bytes)}" if stats.host_budget_bytes else ""),
-        ]
-        if stats.stock_forwards:
-            lines.append(
-                f"  {stats.stock_forwards} forward passes had fewer than {self.config.effective_min_tokens} tokens "
-                "and ran untouched"
-            )
-        return "\n".join(lines)
+    def report(self, device_peak_bytes: int | None = None) -> str:
+        """Several lines: modes with reasons, bytes planned, swapped and prefetched, and forecast beside measured.
+
+        Args:
+            device_peak_bytes: of a step, as you measured it (`torch.cuda.max_memory_allocated`), to be compared too.
+        """
+        stats = self.stats
+        figures = [f for planner in self.planners for f in planner.compare(stats.swapped_bytes, device_peak_bytes)]
+        return "\n".join([self.describe(), *summary(stats, self.config.effective_min_tokens, figures)])
 
     def close(self) -> None:
         """Leave the model as it was found and free all host memory. A second call does nothing."""
@@ -189,9 +196,12 @@ class Session:
             self._engine.close()
             self._engine = None
 
-    def _install(self, stack: Stack) -> None:
+    def _install(self, stack: Stack, share: tuple[int, int]) -> None:
         checked = self._checked(stack)
-        patched = PatchedStack(self, stack, checked.layers)
+        attends = any(verdict.recipe for verdict in checked.layers)
+        layers = [layer for _, layer in stack.layers]
+        self.planners.append(Planner(self.config, self.model, layers, attends=attends, share=share))
+        patched = PatchedStack(self, stack, checked.layers, self.planners[-1])
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
             self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
@@ -213,18 +223,21 @@ class Session:
             self._close_engine()
         if self._engine is None:
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
-            self._budget = host_budget_bytes(self.config.host_memory_bytes, local_ranks=local_ranks)
-            self._engine = SwapEngine(device, self._budget)
+            others = self.config.bytes_of("host_memory_for_others") or 0
+            self.host_budget_bytes = host_budget_bytes(
+                self.config.host_memory_bytes, local_ranks=local_ranks, other_bytes=others
+            )
+            self._engine = SwapEngine(device, self.host_budget_bytes)
         return self._engine
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
         """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
         needed = num_bytes_per_layer * num_layers
-        if self._budget is not None and needed > self._budget:
+        if self.host_budget_bytes is not None and needed > self.host_budget_bytes:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
                 f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
-                f"and this rank's budget is {format_bytes(self._budget)} ({self._budget} bytes). Raise "
+                f"and this rank's budget is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). Raise "
                 "MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
 
@@ -257,6 +270,7 @@ class Session:
         self._counted.add(stack.name)
         self._planned_bytes += step.planned_bytes
         expects_some = step.last is None or step.num_forward_only < len(step.kinds)
+        expects_some &= len(step.whole_layers) < len(step.kinds)  # else they are checkpointed by plan
         if expects_some and not step.planned_bytes and not self._has_warned_of_nothing:
             self._has_warned_of_nothing = True
             logger.warning(f"memo_hf swaps nothing: {self._why_nothing(step)}")

@@ -18,6 +18,7 @@ ROWS = [
     {"swap", "allocator"},
     {"profiler"},
     {"layers"},
+    {"planning"},
     {"patched_stack"},
     {"session"},
     {"api"},

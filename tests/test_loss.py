@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from memo_hf.layers.chunked_head import HeadCall
 from memo_hf.layers.deferred_logits import DeferredLogits
 from memo_hf.layers.logits_ops import defer_logits
-from memo_hf.layers.loss import default_chunk_tokens, install_chunked_loss
+from memo_hf.layers.loss import default_loss_chunk_tokens, install_chunked_loss
 
 FAMILIES = {
     "Llama": {},
@@ -253,10 +253,10 @@ def test_sizes_past_two_to_the_31st_are_counted_right():  # case 110
 
 
 def test_default_chunk():
-    assert default_chunk_tokens(4096, 512, 32000, "cpu") == 256
-    assert default_chunk_tokens(65536, 4096, 128256, "cuda") == 2092  # as large as the hidden states
-    assert default_chunk_tokens(4096, 4096, 128256, "cuda") == 1024
-    assert default_chunk_tokens(1_200_000, 4096, 128256, "cuda") == 4096
+    assert default_loss_chunk_tokens(4096, 512, 32000, "cpu") == 256
+    assert default_loss_chunk_tokens(65536, 4096, 128256, "cuda") == 2092  # as large as the hidden states
+    assert default_loss_chunk_tokens(4096, 4096, 128256, "cuda") == 1024
+    assert default_loss_chunk_tokens(1_200_000, 4096, 128256, "cuda") == 4096
 
 
 # Where it steps aside, and how it leaves.

@@ -11,6 +11,7 @@ from memo_hf.planner.layer_costs import Budgets, DevicePeak, LayerCosts
 from memo_hf.planner.plan import Measurement, PlanBook, Shape
 from memo_hf.planner.swap_fraction import solve_swap_plan
 
+RATES = {"to_host_bytes_per_second": 1e4, "to_device_bytes_per_second": 1e4}
 FINGERPRINT = {"model": "llama 1234", "versions": ("0.1.0", "2.13.0"), "device": "cpu", "local_ranks": 1}
 
 
@@ -30,7 +31,9 @@ def measurement(seq_len=4096) -> Measurement:
         others_bytes=900.0,
         device_peaks=(DevicePeak(when="w", treatment="swap", fixed_bytes=5000.0, bytes_per_fraction=1800.0),),
     )
-    return Measurement(shape=Shape(1, seq_len), layers=(costs,), windows=(None,), static_bytes=1000.0, rest_seconds=0.5)
+    return Measurement(
+        shape=Shape(1, seq_len), layers=(costs,), windows=(None,), static_bytes=1000.0, rest_seconds=0.5, **RATES
+    )
 
 
 def plan_of(seq_len=4096, host=4000.0):
@@ -73,7 +76,9 @@ def test_more_sequences_cost_in_proportion():
 
 def test_a_window_bounds_the_growth_of_attention():
     whole = measurement()
-    windowed = Measurement(shape=whole.shape, layers=whole.layers, windows=(1024,), static_bytes=0.0, rest_seconds=0.0)
+    windowed = Measurement(
+        shape=whole.shape, layers=whole.layers, windows=(1024,), static_bytes=0.0, rest_seconds=0.0, **RATES
+    )
     (long,) = windowed.layers_at(Shape(1, 65536))
     assert long.attend_forward_seconds == pytest.approx(0.4 * 16 * (1 - 1 / 128) / (1 - 1 / 8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from memo_hf.forecasting.activations import TokenBytes, token_bytes
@@ -92,6 +93,9 @@ def layer_bytes(setup: Setup, kind: LayerKind) -> LayerBytes:
     """Bytes of a layer of `kind` for this rank's share of the batch."""
     per_token = token_bytes(setup.model, kind, setup.training)
     tokens = setup.local_tokens
+    if setup.batch > 1 and setup.chunk < tokens and (setup.training.is_full or "o_proj" in setup.training.lora_targets):
+        # A chunk's rows of o are not one run of memory, so o_proj makes a copy and saves that.
+        per_token = dataclasses.replace(per_token, finish=per_token.finish + per_token.output)
     workspace = tokens * per_token.query  # the CPU's kernel lays the gradient of o out anew
     if setup.device.flash_workspace:
         workspace = tokens * setup.model.query_width * _FP32

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from memo_hf.forecasting.memory import layer_bytes, static_parts
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.shapes import LayerKind
+from memo_hf.planner.chunks import default_loss_chunk_tokens
 from memo_hf.planner.layer_costs import DevicePeak
 
 _FP32 = 4
-# Tokens of the loss that have logits at once, and bytes per logit: 16-bit, fp32, its log-softmax and its gradient.
-LOSS_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,74 +60,91 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
     # What follows the fraction: all of it, and what is left once finish's backward is through.
     fraction = of.others + (0.0 if swapped else of.qkv)
     left = fraction - of.finish
-    base = {
-        "h": of.input,
-        "o": of.output + of.logsumexp,
-        # The neighbouring layer on its way: to the host in forward, back in backward (the paper's rounding buffers).
-        "in flight": of.input + of.output + of.logsumexp + (of.qkv if swapped else 0.0),
-    }
+    output, qkv = of.output + of.logsumexp, of.qkv if swapped else 0.0
     # Of a chunk, beyond what it saves: the MLP's gradients, or later the norm's in fp32, and the gradient of its input.
     gradient = chunk * (max(of.tokens.mlp_backward - of.tokens.mlp, 3 * of.tokens.input) + of.tokens.input)
     sums = 0
     if setup.training.is_full:
         sums = _FP32 if chunk < setup.local_tokens else setup.training.element_bytes
-    finish = {
-        **base,
-        "q, k, v": of.qkv if swapped else 0.0,
-        "activation gradients": 2 * of.input + of.output,
-    }
     # The first chunk, which is a swapped one if any is, has no sums beside it yet.
     summed = {"gradient sums": sums * setup.model.finish_parameters(kind)}
+    in_finish = {"activation gradients": 2 * of.input + of.output}
+    in_attention = {
+        "activation gradients": of.input + of.output + of.qkv,
+        "attention workspace": of.workspace,
+    }
+    recomputed = {**summed, "chunks": gradient + chunk * of.tokens.finish}
+    layer = {"h": of.input, "o": output, "q, k, v": qkv}
 
-    def moment(when: str, parts: dict[str, float], mine: float, has_gradients: bool = True) -> Moment:
-        # This layer's swapped tokens, as far as they are still there, and the neighbour's.
-        rates = {"in flight": fraction, "chunks": mine}
+    def moment(when: str, parts: dict[str, float], has_gradients: bool = True, **rates: float) -> Moment:
+        rates = {name.replace("_", " "): rate for name, rate in rates.items()}
         return Moment(when=when, treatment=treatment, parts=parts, per_fraction=rates, has_gradients=has_gradients)
 
-    return [
+    moments = [
         moment(
             "forward of a layer",
-            {**base, "h": 2 * of.input, "q, k, v": of.qkv, "chunks": chunk * of.tokens.finish},
-            fraction,
-            has_gradients=False,
-        ),
-        moment("backward of finish, swapped chunk", {**finish, "chunks": gradient}, fraction),
-        moment(
-            "backward of finish, recomputed chunk",
-            {**finish, **summed, "chunks": gradient + chunk * of.tokens.finish},
-            left,
-        ),
-        moment(
-            "backward of attention",
+            # The layer before is on its way to the host: the paper's rounding buffers.
             {
-                **base,
+                "h": 2 * of.input,
+                "o": output,
                 "q, k, v": of.qkv,
-                "activation gradients": of.input + of.output + of.qkv,
-                "attention workspace": of.workspace,
+                "in flight": of.input + output + qkv,
+                "chunks": chunk * of.tokens.finish,
             },
-            left,
+            has_gradients=False,
+            in_flight=fraction,
+            chunks=fraction,
         ),
+        # Backward fetches a layer in three turns: its chunks beside the attention of the layer after it, h and o beside
+        # that one's project, and the rest as its own backward begins.
+        moment("backward of finish, swapped chunk", {**layer, **in_finish, "chunks": gradient}, chunks=fraction),
+        moment("backward of finish, recomputed chunk", {**layer, **in_finish, **recomputed}, chunks=left),
+        moment("backward of attention", {**layer, "q, k, v": of.qkv, **in_attention}, chunks=left, in_flight=fraction),
         moment(
             "backward of project",
             {
-                **base,
-                "q, k, v": of.qkv,
+                "h": of.input,
+                "q, k, v": 0.0 if swapped else of.qkv,
                 "activation gradients": of.input + of.qkv,
+                "in flight": of.input + of.output,
                 "chunks": chunk * (of.tokens.project + 2 * of.tokens.qkv + 2 * of.tokens.input),
                 "gradient sums": sums * setup.model.project_parameters(),
             },
-            left,
+            chunks=left,
+            in_flight=fraction,
         ),
     ]
+    whole, others = _kept_layers(setup)
+    if whole:
+        # The last layer's backward, before the first fetch: the other kept layers wait on the device. Of the gradients
+        # only the head's are there.
+        head = setup.training.element_bytes * setup.model.vocab * setup.model.hidden if setup.training.is_full else 0
+        kept = {"kept layers": whole, "head gradient": head}
+        rest = others - of.finish
+        when = "backward of the last layer"
+        moments += [
+            moment(
+                f"{when}, finish", {**kept, **in_finish, "chunks": gradient}, has_gradients=False, kept_layers=others
+            ),
+            moment(f"{when}, finish", {**kept, **in_finish, **recomputed}, has_gradients=False, kept_layers=rest),
+            moment(f"{when}, attention", {**kept, **in_attention}, has_gradients=False, kept_layers=rest),
+        ]
+    return moments
 
 
-def _loss_moment(setup: Setup, treatment: str) -> Moment:
-    """Between forward and backward: the kept layers' activations, the last hidden states and the logits."""
+def _kept_layers(setup: Setup) -> tuple[float, float]:
+    """Bytes that the kept layers hold, whatever the fraction and at fraction 1 besides."""
     whole = others = 0.0
     for kind in setup.kinds:
         of = layer_bytes(setup, kind)
         whole += kind.num_kept * (of.input + of.output + of.logsumexp + of.qkv)
         others += kind.num_kept * of.others
+    return whole, others
+
+
+def _loss_moment(setup: Setup, treatment: str) -> Moment:
+    """Between forward and backward: the kept layers' activations, the last hidden states and the logits."""
+    whole, others = _kept_layers(setup)
     return Moment(
         when="loss",
         treatment=treatment,
@@ -142,7 +158,11 @@ def loss_parts(setup: Setup) -> dict[str, float]:
     """What the final norm, the head and the loss hold, layers apart."""
     model, e, tokens = setup.model, setup.training.element_bytes, setup.local_tokens
     hidden = tokens * model.hidden * e
-    at_once = min(tokens, LOSS_CHUNK_TOKENS) if setup.chunked_loss else tokens
+    at_once = tokens
+    if setup.chunked_loss:
+        device_type = "cpu" if setup.device.name == "cpu" else "cuda"
+        at_once = min(tokens, default_loss_chunk_tokens(tokens, model.hidden, model.vocab, device_type))
+    # Bytes per logit: as the head gives them, fp32, their log-softmax and its gradient.
     logits = at_once * model.vocab * (e + 3 * _FP32)
     head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0
     # The last layer's output, the final norm's output and the gradient of that; the norm works in chunks.

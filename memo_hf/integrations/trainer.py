@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import warnings
 
 from transformers import Trainer
@@ -58,7 +59,10 @@ class MemoTrainerMixin:
     def _inner_training_loop(self, *args, **kwargs):
         if self.memo_config is None:
             return super()._inner_training_loop(*args, **kwargs)
-        self.memo_session = session = enable(self.model, self.memo_config)
+        config = self.memo_config
+        if config.plan_file is None and config.swap_fraction is None and self.args.output_dir:
+            config = dataclasses.replace(config, plan_file=os.path.join(self.args.output_dir, "memo_plan.json"))
+        self.memo_session = session = enable(self.model, config)
         self._memo_checked = False
         try:
             self._say(session.describe())
@@ -80,7 +84,11 @@ class MemoTrainerMixin:
         if stats.stock_forwards:
             limit = self.memo_config.effective_min_tokens
             self._say(f"memo_hf: a batch of fewer than {limit:,} tokens runs untouched (MemoConfig.min_tokens)")
-        elif not stats.total_swapped_bytes and len(stats.layers) > self.memo_config.unswapped_layers:
+        elif (
+            stats.strategy == "memo"
+            and not stats.total_swapped_bytes
+            and len(stats.layers) > self.memo_config.unswapped_layers
+        ):
             raise MemoError(
                 f"the first training step swapped 0 bytes although memo_hf was enabled on {len(stats.layers)} layers: "
                 "their forward was not called, or was replaced later. Look for what else patches the model"

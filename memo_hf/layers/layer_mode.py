@@ -38,6 +38,7 @@ class WholeLayer:
                 return self.forward(*args, **kwargs)
 
         with step.layer(index, name, self.layer, hidden) as record, _InputSaves(record, hidden).hooks():
+            record.mark("forward whole")
             return checkpoint(run, hidden, use_reentrant=False)
 
 

@@ -17,17 +17,8 @@ from torch.distributed.tensor import DTensor
 from memo_hf.layers.chunked_head import HeadCall, InsideHead
 from memo_hf.layers.logits_ops import defer_logits
 from memo_hf.layers.patch import Patch
+from memo_hf.planner.chunks import default_loss_chunk_tokens
 from memo_hf.units import format_bytes
-
-
-def default_chunk_tokens(num_tokens: int, width: int, vocabulary: int, device_type: str) -> int:
-    """Tokens whose logits take about as much as all hidden states, within what keeps matrix products efficient.
-
-    Each chunk adds to the whole weight gradient, so on an accelerator few tokens would be bound by memory traffic;
-    beyond 4,096 nothing is gained.
-    """
-    least = 256 if device_type == "cpu" else 1024
-    return min(max(num_tokens * width // vocabulary, least), 4096)
 
 
 class ChunkedLoss:
@@ -76,7 +67,7 @@ class ChunkedLoss:
         if callable(chunk_tokens):
             rows = chunk_tokens(num_tokens, width, vocabulary)
         else:
-            rows = chunk_tokens or default_chunk_tokens(num_tokens, width, vocabulary, hidden.device.type)
+            rows = chunk_tokens or default_loss_chunk_tokens(num_tokens, width, vocabulary, hidden.device.type)
         return rows if num_tokens > rows else None
 
     def _note_whole(self, name: str, logits) -> None:
@@ -110,7 +101,7 @@ def install_chunked_loss(
         model: a Hugging Face model, or a PEFT model around one, with `get_output_embeddings`. Its head must treat each
             token by itself.
         chunk_tokens: tokens over the whole batch whose logits exist at once; or a function of (tokens, hidden width,
-            vocabulary) that says so; None for `default_chunk_tokens`. Calls with no more tokens run as they are.
+            vocabulary) that says so; None for `default_loss_chunk_tokens`. Calls with no more tokens run as they are.
 
     Returns:
         The installation: call it to undo it. Where nothing could be installed, its `reason` says why.

@@ -5,9 +5,10 @@ Made by the session for each forward pass. Knows no particular layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -27,12 +28,27 @@ class StepSettings:
     Attributes:
         swap_fraction: fraction of tokens, 0 to 1, whose skeletal activations are swapped rather than recomputed.
         chunk_tokens: tokens of one sequence that go through project or finish at once.
-        rebuild_qkv: compute queries, keys and values again in backward rather than swapping them.
+        rebuild_qkv: swap queries, keys and values of the swapped tokens alone, and compute the others' in backward.
     """
 
     swap_fraction: float
     chunk_tokens: int
     rebuild_qkv: bool
+
+
+class Observer(Protocol):
+    """Who measures a step is told what happens in it. Layers are known by their index, kinds of them by `alike`."""
+
+    def mark(self, index: int, moment: str) -> None:
+        """Layer `index` has come to `moment`: "forward project", "forward attend", "forward finish", "forward end",
+        "backward finish", "backward attend", "backward attended", "backward project", "backward end"; a layer in layer
+        mode to "forward whole", "forward end" and, as its backward begins, "backward end"."""
+
+    def count(self, index: int, part: str) -> Callable[[int, int], None] | None:
+        """Told (tokens, bytes) of what one chunk of `part` saves, or None where that is known or not wanted."""
+
+    def sizes(self, record: LayerRecord, alike: tuple, input_bytes: int, swapped_bytes: int | None) -> None:
+        """What the layer of `record` has; `swapped_bytes` is None where it keeps all. Not told of frozen ones."""
 
 
 @dataclass
@@ -47,6 +63,8 @@ class Step:
         kinds: for each layer, an object that it shares with the layers built alike.
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
+        whole_layers: indices of layers that run in layer mode by plan, though they could run per token.
+        observer: who measures this step, or None.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
         last: the last layer that has run.
         num_forward_only: layers that have run with nothing to train in them or before them, so that nothing is swapped.
@@ -59,6 +77,8 @@ class Step:
     first_kept: int
     kinds: list
     require_host: Callable[[int, int], None]
+    whole_layers: Collection[int] = ()
+    observer: Observer | None = None
     planned_bytes: int = 0
     last: LayerRecord | None = None
     num_forward_only: int = 0
@@ -86,20 +106,25 @@ class Step:
         keep = index >= self.first_kept or not has_backward
         self.num_forward_only += not has_backward
         before = self.engine.stats.swapped_bytes
-        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
+        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last, index, self.observer)
         yield record
         record.group.seal()
+        record.mark("forward end")
         self.last = record
+        # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less. So do those of layers
+        # without adapters.
+        alike = (index in self.whole_layers, id(self.kinds[index]), hidden.requires_grad, trained)
+        swapped = None if keep else self.engine.stats.swapped_bytes - before
         if not keep:
-            # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less. So do those of
-            # layers without adapters.
-            alike = (id(self.kinds[index]), hidden.requires_grad, trained)
-            self.planned_bytes += self._seen.setdefault(alike, self.engine.stats.swapped_bytes - before)
+            self.planned_bytes += self._seen.setdefault(alike, swapped)
+        if self.observer is not None and has_backward:
+            self.observer.sizes(record, alike, hidden.nbytes, swapped)
 
     def require(self, index: int, num_bytes: int) -> None:
         """Raise `HostMemoryError` where layer `index`, and the others like it, cannot swap `num_bytes` each."""
         if index < self.first_kept:
-            self.require_host(num_bytes, self.first_kept)
+            number = sum(i < self.first_kept for i in self.whole_layers)
+            self.require_host(num_bytes, number if index in self.whole_layers else self.first_kept - number)
 
 
 @dataclass
@@ -108,7 +133,20 @@ class LayerRecord:
 
     group: SwapGroup
     previous: LayerRecord | None
+    index: int = 0
+    observer: Observer | None = None
     rebuilt: list[torch.Tensor] = field(default_factory=list)
+    qkv_bytes: int = 0
+    output_bytes: int = 0
+
+    def mark(self, moment: str) -> None:
+        """Tell who measures, if anybody does, that this layer has come to `moment`."""
+        if self.observer is not None:
+            self.observer.mark(self.index, moment)
+
+    def count(self, part: str) -> Callable[[int, int], None] | None:
+        """As `Observer.count`, for this layer."""
+        return None if self.observer is None else self.observer.count(self.index, part)
 
     def begin_finish(self) -> None:
         """Backward of finish begins: it needs all that is not yet under way, and attend comes next."""
@@ -116,15 +154,18 @@ class LayerRecord:
 
     def begin_attend(self) -> None:
         """Backward of attend begins, the longest work: beside it comes what the layer before has swapped in chunks."""
+        self.mark("backward attend")
         if self.previous is not None:
             self.previous.group.prefetch(turn=CHUNKS)
 
     def begin_project(self) -> None:
         """Backward of project begins. Now that attend's tensors are gone there is room for the layer before."""
+        self.mark("backward attended")
         if self.previous is not None:
             self.previous.group.prefetch(turn=WHOLE)
 
     def end_backward(self) -> None:
         """Drop what was fetched or rebuilt; the host copies live as long as the graph does."""
+        self.mark("backward end")
         self.rebuilt.clear()
         self.group.release()

@@ -100,7 +100,9 @@ class TokenLayer:
             constants=constants,
             passes_input=hidden.requires_grad,
             turn=WHOLE,
+            count_saved=record.count("project"),
             before_backward=record.begin_project,
+            inputs_are_there=lambda: record.mark("backward project"),
             after_backward=record.end_backward,
         )
         finish = Node(
@@ -112,15 +114,23 @@ class TokenLayer:
             constants=constants,
             turn=WHOLE,
             rerun=lambda inputs, start, stop: (self.finish_again(call, *inputs, start, stop),),
+            count_saved=record.count("finish"),
             before_backward=record.begin_finish,
+            inputs_are_there=lambda: record.mark("backward finish"),
             after_backward=record.begin_attend,
         )
+        record.mark("forward project")
         query, key, value, *passed = project.apply(hidden)
-        rebuilder = _Rebuilder(project, record, (query, key, value)) if step.settings.rebuild_qkv else None
+        record.qkv_bytes = query.nbytes + key.nbytes + value.nbytes
+        record.mark("forward attend")
+        rebuilds = step.settings.rebuild_qkv and not record.group.keep and not chunks[-1].swapped
+        rebuilder = _Rebuilder(project, record, (query, key, value)) if rebuilds else None
         with _AttentionSaves(record, rebuilder, constants).hooks():
             attended = self._attend(step, seen, query, key, value)
         del query, key, value
         hidden = passed.pop() if passed else hidden
+        record.output_bytes = attended.nbytes
+        record.mark("forward finish")
         (output,) = finish.apply(hidden, attended)
         return output, seen.get("rest", ())
 
@@ -236,10 +246,17 @@ class _AttentionSaves:
 
 
 class _Rebuilder:
-    """Computes queries, keys and values again in backward, once for all that saved them."""
+    """Brings queries, keys and values back in backward, once for all that saved them.
+
+    Those of the swapped tokens are swapped too, as in the paper; those of the others are computed again.
+    """
 
     def __init__(self, project: Node, record: LayerRecord, outputs: tuple[Tensor, ...]):
         self._project, self._record = project, record
+        self._swapped = project.num_swapped
+        # Copied, or the whole tensors would move.
+        first = [tensor[:, : self._swapped].clone() for tensor in outputs] if self._swapped else ()
+        self._handles = [record.group.put(tensor, turn=ATTENTION) for tensor in first]
         self._positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(outputs)}
 
     def view_of(self, tensor: Tensor) -> _RebuiltView | None:
@@ -248,7 +265,10 @@ class _Rebuilder:
 
     def get(self, position: int) -> Tensor:
         if not self._record.rebuilt:
-            self._record.rebuilt.extend(self._project.again())
+            rebuilt = self._project.again()
+            for tensor, handle in zip(rebuilt, self._handles, strict=False):
+                tensor[:, : self._swapped] = handle.get()
+            self._record.rebuilt.extend(rebuilt)
         return self._record.rebuilt[position]
 
 

@@ -124,7 +124,8 @@ class Node:
     every input and output counts tokens. `parameters` are the trainable ones it may use and `frozen` the others, as
     (module, name). `constants` are tensors that outlive the step anyway (buffers, cos and sin) and are never swapped.
     `turn` is when backward fetches the inputs, among the rest of the group. `rerun` is `run` for a recompute, where the
-    graph is wanted and the outputs are not.
+    graph is wanted and the outputs are not. `count_saved` is told once (tokens, bytes) of what the graph of a chunk
+    saves and a swapped one would send, where somebody asks.
     """
 
     run: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
@@ -136,7 +137,9 @@ class Node:
     passes_input: bool = False
     turn: int = 0
     rerun: Callable[[list[Tensor], int, int], tuple[Tensor, ...]] | None = None
+    count_saved: Callable[[int, int], None] | None = None
     before_backward: Callable[[], None] = lambda: None
+    inputs_are_there: Callable[[], None] = lambda: None
     after_backward: Callable[[], None] = lambda: None
     # Filled in by forward, emptied by backward.
     handles: list[Handle] = field(default_factory=list)
@@ -149,11 +152,21 @@ class Node:
         parameters = [module._parameters[name] for module, name in self.parameters]
         return _Tokenwise.apply(self, len(inputs), *inputs, *parameters)
 
+    @property
+    def num_swapped(self) -> int:
+        """How many of the first tokens are in swapped chunks."""
+        return max((chunk.stop for chunk in self.chunks if chunk.swapped), default=0)
+
     def again(self) -> list[Tensor]:
-        """The outputs for all tokens, computed anew in backward from the swapped inputs and without a graph."""
+        """The outputs of the recomputed chunks, computed anew in backward from the swapped inputs and without a graph.
+
+        They come in tensors of all tokens, in which the swapped ones are left to the caller to fill in.
+        """
         inputs = [handle.get() for handle in self.handles]
         whole = None
         for chunk, random_state in zip(self.chunks, self.random_states, strict=True):
+            if chunk.swapped:
+                continue
             with torch.no_grad(), random_state.restored(), self.autocast():
                 parts = self.run([tensor[:, chunk.start : chunk.stop] for tensor in inputs], chunk.start, chunk.stop)
             whole = self.gather(whole, parts, chunk, inputs[0].shape[1])
@@ -231,6 +244,7 @@ class _Tokenwise(torch.autograd.Function):
         node.before_backward()
         gradients, passed = (gradients[:-1], gradients[-1]) if node.passes_input else (gradients, None)
         inputs = [handle.get() for handle in node.handles]
+        node.inputs_are_there()
         # Finish made `passed` for this node alone, so adding to it in place disturbs nobody.
         targets = [None] * len(inputs)
         for position, needed in enumerate(ctx.needs_grad):
@@ -256,8 +270,13 @@ def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep
     chunk, graph = node.chunks[index], node.graphs[index]
     if graph is None:
         cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
-        with node.random_states[index].restored(), node.autocast():
-            tensors, edges = node.build(node.rerun or node.run, cut, chunk, needs_grad)
+        counted = _SavedBytes(inputs) if node.count_saved is not None and index == 0 else None
+        hooks = contextlib.nullcontext() if counted is None else _SavedTensors(node, counted).hooks()
+        run = node.run if counted is not None else node.rerun or node.run
+        with node.random_states[index].restored(), node.autocast(), hooks:
+            tensors, edges = node.build(run, cut, chunk, needs_grad)
+        if counted is not None:
+            node.count_saved(chunk.stop - chunk.start, counted.num_bytes)
         outputs = [tensor if tensor.requires_grad else None for tensor in tensors]
         del tensors
     else:
@@ -318,8 +337,8 @@ class _ParameterGradients:
 class _SavedTensors:
     """Saved-tensor hooks of a swapped chunk: parameters and constants stay, everything else is swapped by storage."""
 
-    def __init__(self, node: Node):
-        self._group, self._num_parameters = node.group, len(node.parameters)
+    def __init__(self, node: Node, group: SwapGroup | _SavedBytes | None = None):
+        self._group, self._num_parameters = group or node.group, len(node.parameters)
         self._all = node.parameters + node.frozen
         self._of_parameters = {
             module._parameters[name].untyped_storage()._cdata: (module, name) for module, name in self._all
@@ -365,6 +384,25 @@ class _SavedTensors:
     @staticmethod
     def _unpack(packed):
         return packed if isinstance(packed, Tensor) else packed.get()
+
+
+class _SavedBytes:
+    """Stands in for a swap group to count what it would be given: the inputs are there already, all else stays."""
+
+    def __init__(self, inputs: list[Tensor]):
+        self._seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._alive: list[Tensor] = []  # or a freed storage's identity would come again
+        self.num_bytes = 0
+
+    def put(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        tensor = tensor.detach()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(tensor)
+            # As a group does, which sends a small part of a large storage alone.
+            self.num_bytes += storage.nbytes() if 2 * tensor.nbytes >= storage.nbytes() else tensor.nbytes
+        return tensor
 
 
 class _ParameterView:

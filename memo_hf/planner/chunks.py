@@ -12,3 +12,13 @@ def default_chunk_tokens(num_tokens: int) -> int:
     products lose speed, above 4,096 they gain none.
     """
     return max(_LEAST, min(_MOST, -(-num_tokens // 16 // _STEP) * _STEP))
+
+
+def default_loss_chunk_tokens(num_tokens: int, width: int, vocabulary: int, device_type: str) -> int:
+    """Tokens whose logits take about as much as all hidden states, within what keeps matrix products efficient.
+
+    Each chunk adds to the whole weight gradient, so on an accelerator few tokens would be bound by memory traffic;
+    beyond 4,096 nothing is gained.
+    """
+    least = 256 if device_type == "cpu" else 1024
+    return min(max(num_tokens * width // vocabulary, least), 4096)

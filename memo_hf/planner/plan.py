@@ -44,6 +44,8 @@ class Measurement:
         windows: attention window of each kind, or None.
         static_bytes: of the device, held whatever the shape (weights, gradients, optimizer).
         rest_seconds: of the step outside the decoder layers.
+        indices: of the layers of each kind, where they can be told apart.
+        to_host_bytes_per_second, to_device_bytes_per_second: of copies beside computation.
     """
 
     shape: Shape
@@ -51,6 +53,9 @@ class Measurement:
     windows: tuple[int | None, ...]
     static_bytes: float
     rest_seconds: float
+    to_host_bytes_per_second: float
+    to_device_bytes_per_second: float
+    indices: tuple[tuple[int, ...], ...] = ()
 
     def layers_at(self, shape: Shape) -> tuple[LayerCosts, ...]:
         """The costs at another shape: token-wise parts and bytes grow with tokens, attention with its window too."""
@@ -175,4 +180,7 @@ def _measurement(content: dict | None) -> Measurement | None:
         windows=tuple(content["windows"]),
         static_bytes=content["static_bytes"],
         rest_seconds=content["rest_seconds"],
+        to_host_bytes_per_second=content["to_host_bytes_per_second"],
+        to_device_bytes_per_second=content["to_device_bytes_per_second"],
+        indices=tuple(tuple(indices) for indices in content["indices"]),
     )

@@ -30,7 +30,11 @@ class CopyBackend(Protocol):
     """Copies between flat uint8 tensors of equal length, one on the device and one on the host.
 
     `offload`, `fetch`, `wait` and `finish` raise `MemoError` where an earlier copy failed; nothing else does.
+
+    Where `timings` is a list, each copy appends (whether to the host, bytes, start, end) to it: seconds, or events.
     """
+
+    timings: list[tuple] | None
 
     def offload(self, source: Tensor, target: Tensor) -> Copy:
         """Start device to host. Returns at once where it can."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -26,7 +27,7 @@ class _ThreadCopy(Copy):
 
 
 class _Worker(threading.Thread):
-    """Runs jobs (copy, source, target) until it gets None. Holds no backend, so that it keeps nothing alive."""
+    """Runs jobs (copy, source, target, timings) until it gets None. Holds no backend: it keeps nothing alive."""
 
     def __init__(self):
         super().__init__(name="memo-hf-copies", daemon=True)
@@ -36,15 +37,18 @@ class _Worker(threading.Thread):
 
     def run(self):
         while (job := self.jobs.get()) is not None:
-            copy, source, target = job
+            copy, source, target, timings = job
+            start = time.perf_counter()
             try:
                 # After a failure nothing is copied: what was to be read is not there. Waiters are still let go.
                 if self.failure is None:
                     copy_bytes(source, target)
             except Exception as failure:  # of any kind: it is raised where somebody waits
                 self.failure = failure
+            if timings is not None:
+                timings.append((copy.buffer is source, source.numel(), start, time.perf_counter()))
             # Every reference goes before the copy counts as finished: who has waited finds the memory freed.
-            del job, source, target
+            del job, source, target, timings
             copy.buffer = None
             copy.finished.set()
             del copy
@@ -61,6 +65,7 @@ class CpuThreads:
     """`CopyBackend` for the CPU. One queue for both directions, so a fetch always follows the offload of its block."""
 
     def __init__(self):
+        self.timings: list[tuple] | None = None
         self._worker = _Worker()
         self._worker.start()
 
@@ -95,7 +100,7 @@ class CpuThreads:
     def _submit(self, source: Tensor, target: Tensor, device_side: Tensor) -> Copy:
         self._raise_failure()
         copy = _ThreadCopy(device_side)
-        self._worker.jobs.put((copy, source, target))
+        self._worker.jobs.put((copy, source, target, self.timings))
         return copy
 
     def _raise_failure(self) -> None:

@@ -37,6 +37,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, cuda=torch.cuda):
         self._device, self._cuda = device, cuda
+        self.timings: list[tuple] | None = None
         self._offload_stream = cuda.Stream(device)
         self._fetch_stream = cuda.Stream(device)
 
@@ -96,8 +97,14 @@ class CudaStreams:
             self._fetch_stream.synchronize()
 
     def _copy(self, source: Tensor, target: Tensor, device_side: Tensor, stream, compute) -> Copy:
+        is_timed = {} if self.timings is None else {"enable_timing": True}
         with self._cuda.stream(stream):
+            if is_timed:
+                start = self._cuda.Event(**is_timed)
+                start.record(stream)
             target.copy_(source, non_blocking=True)
-            event = self._cuda.Event()
+            event = self._cuda.Event(**is_timed)
             event.record(stream)
+        if is_timed:
+            self.timings.append((device_side is source, source.numel(), start, event))
         return _StreamCopy(device_side, event, compute)

@@ -133,6 +133,11 @@ class SwapEngine:
             self._swapped_bytes = self._prefetched_bytes = self._swapped_storages = 0
             self._pool.peak_payload_bytes = self._pool.payload_bytes
 
+    def time_copies(self, timings: list[tuple] | None) -> None:
+        """From now on each copy appends to `timings`: whether to the host, bytes, start and end (`CopyBackend`)."""
+        with self._lock:
+            self._backend.timings = timings
+
     def close(self) -> None:
         """Let running copies end and give all host memory back, with what is on it. May be called twice."""
         with self._lock:

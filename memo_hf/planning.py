@@ -1,0 +1,347 @@
+"""How each training forward pass of a stack runs: profiles the first one, solves for the rest, remembers plans.
+
+Made by the session, one for each stack, and asked by the patched stack before each pass. What is set by hand is left
+alone. Knows no layer's code: what it hands out are numbers, and who measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import statistics
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+import memo_hf
+from memo_hf.config import MemoConfig
+from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
+from memo_hf.forecasting.running import Held, describe_run, run_peaks
+from memo_hf.planner.budgets import device_budget_bytes
+from memo_hf.planner.layer_costs import Budgets, LayerCosts, predict
+from memo_hf.planner.plan import Measurement, PlanBook, Shape
+from memo_hf.planner.swap_fraction import SwapPlan, solve_swap_plan
+from memo_hf.profiler import Profile
+from memo_hf.swap import SwapEngine
+
+logger = logging.getLogger("memo_hf")
+# Of the host budget, for what blocks of unequal size leave unused between them.
+_USABLE_HOST = 0.95
+# Forward passes that may begin before the profiled one's backward has ended; then another is profiled.
+_PATIENCE = 8
+# A plan is made again where the device holds this much more than when it was made (optimizer states came).
+_GROWTH = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How one forward pass runs; fields as in `Step` and `StepSettings`."""
+
+    swap_fraction: float
+    rebuild_qkv: bool
+    first_kept: int
+    whole_layers: frozenset[int] = frozenset()
+    observer: Profile | None = None
+
+
+class Planner:
+    """Decides for one stack.
+
+    Args:
+        config: the settings.
+        model: the whole model.
+        layers: the decoder layers of the stack.
+        attends: some of them run in token mode, so that there is something to choose.
+        share: of the host budget and of the plan file; the first stack alone keeps plans in a file.
+    """
+
+    def __init__(self, config: MemoConfig, model: nn.Module, layers: list[nn.Module], *, attends: bool, share=(0, 1)):
+        self._config, self._model, self._layers = config, model, layers
+        self._index, self._num_stacks = share
+        self._solves = config.swap_fraction is None and attends
+        self._first_kept = max(0, len(layers) - config.unswapped_layers)
+        self._book: PlanBook | None = None
+        self._profile = lambda: None  # a weak reference to the one under way
+        self._done: tuple[Profile, Shape, float] | None = None
+        self._retreats = self._waited = 0
+        self._static_bytes = self._planned_static_bytes = 0.0
+        self._held = Held(0.0, 0.0)
+        self._device_bytes = float("inf")
+        self._began: tuple[Shape, float] | None = None
+        self._seconds: dict[Shape, list[float]] = {}
+        self._host_bytes = 0.0
+        self.plan: SwapPlan | None = None
+        self.choice = Choice(
+            swap_fraction=config.swap_fraction or 0.0, rebuild_qkv=config.qkv == "rebuild", first_kept=self._first_kept
+        )
+        self.binding_limit = "not known yet: the first training step is measured at fraction 0"
+        if config.swap_fraction is not None:
+            self.binding_limit = f"swap_fraction: set to {config.swap_fraction:g} by hand"
+        elif not attends:
+            self.binding_limit = "layers: none runs in token mode, so there is no fraction to choose"
+
+    @property
+    def strategy(self) -> str:
+        """ "memo", or "checkpoint" where activation checkpointing is predicted to be as fast."""
+        return "memo" if self.plan is None else self.plan.strategy
+
+    def choose(self, engine: SwapEngine, shape: Shape, host_bytes: int) -> Choice:
+        """How the forward pass that begins now runs.
+
+        Args:
+            shape: of its batch.
+            host_bytes: the budget of this rank.
+        """
+        now = time.perf_counter()
+        began, self._began = self._began, (shape, now)
+        if began is not None:
+            self._seconds.setdefault(began[0], []).append(now - began[1])
+        if not self._solves:
+            return self.choice
+        self._host_bytes = _USABLE_HOST * host_bytes / self._num_stacks
+        self._read_device(engine.device)
+        if self._book is None:
+            self._book = self._load(engine.device)
+        if self._done is not None:
+            self._learn()
+        if self._book.measurement is None:
+            chosen = self._profiled(engine, shape, now)
+            # Only the graph of the pass may hold the profile.
+            self.choice = dataclasses.replace(chosen, observer=None)
+            return chosen
+        else:
+            self.plan = self._plan_for(shape)
+            self.choice = self._as_choice(self.plan)
+        return self.choice
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """What the profiled step found, once it has been read."""
+        return None if self._book is None else self._book.measurement
+
+    def retreat(self) -> bool:
+        """The host budget does not suffice for the pass to be profiled: whether a smaller one is left to try."""
+        levels = 1 if self._config.qkv == "swap" else 2
+        if not self._solves or (self._book is not None and self._book.measurement) or self._retreats >= levels:
+            return False
+        self._retreats += 1
+        self._profile = lambda: None
+        return True
+
+    def _profiled(self, engine: SwapEngine, shape: Shape, now: float) -> Choice:
+        """Fraction 0, under measurement unless an earlier pass's backward is still to come."""
+        last = 2 if self._config.qkv != "swap" else 1
+        whole = self._retreats == last and self._retreats > 0
+        rebuilds = self._config.qkv == "rebuild" or self._retreats > 0
+        profile = self._profile()
+        if profile is not None and self._waited < _PATIENCE:
+            self._waited += 1
+            profile = None
+        else:
+            self._waited = 0
+            profile = Profile(
+                engine,
+                shape.batch * shape.seq_len,
+                rebuilds_qkv=rebuilds,
+                on_end=lambda ended: self._note(ended, shape, now),
+            )
+            self._profile = weakref.ref(profile)
+        return Choice(
+            swap_fraction=0.0,
+            rebuild_qkv=rebuilds,
+            first_kept=self._first_kept,
+            whole_layers=frozenset(range(self._first_kept)) if whole else frozenset(),
+            observer=profile,
+        )
+
+    def _note(self, profile: Profile, shape: Shape, began: float) -> None:
+        """The profiled pass has been through backward. What it found is read later: a GPU may not be there yet."""
+        self._done = (profile, shape, began)
+
+    def _learn(self) -> None:
+        profile, shape, began = self._done
+        self._done = None
+        layers = profile.costs(self._first_kept)
+        to_host, to_device = profile.rates()
+        rest = time.perf_counter() - began - profile.layers_seconds()
+        self._book.measurement = Measurement(
+            shape=shape,
+            layers=layers,
+            windows=tuple(_window(self._layers[indices[0]]) for indices in profile.kinds),
+            static_bytes=self._static_bytes,
+            rest_seconds=max(0.0, rest),
+            to_host_bytes_per_second=to_host,
+            to_device_bytes_per_second=to_device,
+            indices=tuple(tuple(indices) for indices in profile.kinds),
+        )
+        self._seconds.clear()  # the profiled step was slower than others
+
+    def _plan_for(self, shape: Shape) -> SwapPlan:
+        plan = self._book.get(shape)
+        if plan is not None and plan.host_bytes <= self._host_bytes:
+            if self._static_bytes <= _GROWTH * self._planned_static_bytes or self._planned_static_bytes == 0:
+                return plan
+        plan = self._solve(shape.bucket())
+        self._planned_static_bytes = self._static_bytes
+        self._book.put(shape, plan)
+        self.binding_limit = plan.binding_limit
+        logger.info(
+            f"memo_hf: plan for {shape.batch} x {shape.bucket().seq_len} tokens: {plan.strategy}, swap fraction "
+            f"{plan.swap_fraction:.3f}, q/k/v {plan.qkv}; {plan.binding_limit}"
+        )
+        self._save()
+        return plan
+
+    def _solve(self, shape: Shape) -> SwapPlan:
+        measured = self._book.measurement
+        layers, checkpoint_bytes = self._costs(shape)
+        options = dict(
+            rest_seconds=measured.rest_seconds_at(shape),
+            qkv=self._config.qkv,
+            checkpoint_device_bytes=checkpoint_bytes,
+        )
+        try:
+            try:
+                return solve_swap_plan(layers, self._budgets(), **options)
+            except (HostMemoryError, DeviceMemoryError):
+                # Layers that stay on the device are given up where that is what it takes.
+                moved = [dataclasses.replace(costs, num_kept=0) for costs in layers]
+                return solve_swap_plan(moved, self._budgets(), **options)
+        except (HostMemoryError, DeviceMemoryError) as error:
+            logger.warning(f"memo_hf: no plan is predicted to fit, so the swap fraction stays 0: {error}")
+            unlimited = dataclasses.replace(self._budgets(), host_bytes=float("inf"), device_bytes=float("inf"))
+            qkv = self._config.qkv or "rebuild"
+            plan = solve_swap_plan(layers, unlimited, **{**options, "qkv": qkv}, swap_fraction=0.0)
+            return dataclasses.replace(plan, binding_limit=str(error))
+
+    def _costs(self, shape: Shape) -> tuple[list[LayerCosts], float]:
+        """The layers' costs at `shape`, with what the device holds at worst, and the peak of checkpointing."""
+        layers = self._book.measurement.layers_at(shape)
+        run = describe_run(self._model, self._config, shape)
+        if run is None:
+            # Not a model that the forecast describes: h of all layers, and one layer whole, with its gradients.
+            at_work = max(c.whole_bytes("swap") + c.others_bytes for c in layers)
+            return list(layers), self._static_bytes + sum(c.num_layers * c.input_bytes for c in layers) + 2 * at_work
+        peaks, checkpoint_bytes = run_peaks(run, self._held)
+        return [dataclasses.replace(costs, device_peaks=peaks) for costs in layers], checkpoint_bytes
+
+    def _budgets(self) -> Budgets:
+        measured = self._book.measurement
+        return Budgets(
+            host_bytes=self._host_bytes,
+            device_bytes=self._device_bytes,
+            to_host_bytes_per_second=measured.to_host_bytes_per_second,
+            to_device_bytes_per_second=measured.to_device_bytes_per_second,
+        )
+
+    def _as_choice(self, plan: SwapPlan) -> Choice:
+        self.binding_limit = plan.binding_limit
+        if plan.strategy == "checkpoint":
+            return Choice(
+                swap_fraction=0.0,
+                rebuild_qkv=False,
+                first_kept=0,
+                whole_layers=frozenset(range(len(self._layers))),
+            )
+        first_kept = self._first_kept if plan.num_kept else len(self._layers)
+        whole: set[int] = set()
+        for indices, kind in zip(self._book.measurement.indices, plan.kinds, strict=True):
+            whole.update([index for index in indices if index < first_kept][: kind.num_input_only])
+        return Choice(
+            swap_fraction=plan.swap_fraction,
+            rebuild_qkv=plan.qkv == "rebuild",
+            first_kept=first_kept,
+            whole_layers=frozenset(whole),
+        )
+
+    def _read_device(self, device: torch.device) -> None:
+        """What the device holds whatever the shape, and what it may hold in all."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+            free, total = torch.cuda.mem_get_info(device)
+            limit = device_budget_bytes(free + torch.cuda.memory_reserved(device), total_bytes=total)
+        else:
+            held, limit = sum(p.nbytes for p in self._model.parameters()), float("inf")
+            held += sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        asked = self._config.bytes_of("device_memory")
+        self._device_bytes = float(limit if asked is None else min(asked, limit))
+        self._held = Held(float(held), float(sum(p.nbytes for p in parameters if p.grad is None)))
+        self._static_bytes = self._held.static_bytes + self._held.gradient_bytes
+
+    # Plans on disk.
+
+    def _path(self) -> Path | None:
+        return Path(self._config.plan_file) if self._config.plan_file and self._index == 0 else None
+
+    def _load(self, device: torch.device) -> PlanBook:
+        fingerprint, path = self._fingerprint(device), self._path()
+        if path is not None and path.exists():
+            try:
+                return PlanBook.load(path, fingerprint)
+            except PlanError as error:
+                logger.warning(f"memo_hf: {error}. It is not used; the first step is measured and the file replaced")
+        return PlanBook(fingerprint)
+
+    def _save(self) -> None:
+        path = self._path()
+        if path is not None and os.environ.get("RANK", "0") == "0":  # set by the launcher
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._book.save(path)
+
+    def _fingerprint(self, device: torch.device) -> dict:
+        """What plans depend on."""
+        settings = {k: v for k, v in dataclasses.asdict(self._config).items() if k != "plan_file"}
+        on_cuda = device.type == "cuda"
+        return {
+            "model": type(self._model).__name__,
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+            "trainable parameters": sum(p.numel() for p in self._model.parameters() if p.requires_grad),
+            "layers": len(self._layers),
+            "dtype": str(next(self._layers[0].parameters()).dtype),
+            **settings,
+            "memo_hf": memo_hf.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.get_num_threads()} threads",
+            "ranks on this node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        }
+
+    # Forecast beside measured.
+
+    def compare(self, swapped_bytes: int, device_peak_bytes: int | None) -> list[tuple[str, str, float, float]]:
+        """(what, unit, forecast, measured) of the last shape that ran, for what is known.
+
+        Args:
+            swapped_bytes: by the last forward pass.
+            device_peak_bytes: as somebody measured it, or None.
+        """
+        if self._began is None:
+            return []
+        shape, choice, found = self._began[0], self.choice, []
+        run = describe_run(self._model, self._config, shape, choice.swap_fraction)
+        if run is not None and not choice.whole_layers:
+            qkv = "rebuild" if choice.rebuild_qkv else "swap"
+            host, device, _ = run.figures(qkv, len(self._layers) - choice.first_kept, self._held)
+            found.append(("host bytes", "B", host, swapped_bytes))
+            if device_peak_bytes is not None:
+                found.append(("device peak", "B", device, device_peak_bytes))
+        seconds = self._seconds.get(shape)
+        if self.plan is not None and self.plan.strategy == "memo" and seconds:
+            layers = self._book.measurement.layers_at(shape)
+            rest = self._book.measurement.rest_seconds_at(shape)
+            priced = predict(layers, self._budgets(), self.plan.qkv, self.plan.kinds, rest)
+            found.append(("step", "s", priced.step_seconds, statistics.median(seconds)))
+        return found
+
+
+def _window(layer: nn.Module) -> int | None:
+    """How far back the attention of `layer` looks, or None."""
+    found = (getattr(module, "sliding_window", None) for module in layer.modules())
+    return next((window for window in found if isinstance(window, int) and window > 0), None)

@@ -1,0 +1,44 @@
+"""What a session has done, as lines of text, with the forecast beside it. Called by the session; knows numbers only."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from memo_hf.units import format_bytes
+
+_TOLERANCE = 0.10
+
+
+def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]) -> list[str]:
+    """Lines on modes with reasons, bytes planned, swapped and prefetched, host memory, and forecast beside measured.
+
+    Args:
+        stats: the session's `SessionStats`.
+        min_tokens: below which forward passes ran untouched.
+        figures: as for `compared`.
+    """
+    modes = Counter((layer.mode, layer.reason) for layer in stats.layers)
+    lines = [f"  {number} x {mode} mode: {reason}" for (mode, reason), number in modes.items()]
+    lines += [
+        f"  chunk: {stats.chunk_size} tokens",
+        f"  planned {format_bytes(stats.planned_bytes)}, swapped {format_bytes(stats.swapped_bytes)}, "
+        f"prefetched {format_bytes(stats.prefetched_bytes)} in the last step",
+        f"  host: peak {format_bytes(stats.peak_host_bytes)}, reserved {format_bytes(stats.host_reserved_bytes)}"
+        + (f" of {format_bytes(stats.host_budget_bytes)}" if stats.host_budget_bytes else ""),
+    ]
+    if stats.stock_forwards:
+        lines.append(f"  {stats.stock_forwards} forward passes had fewer than {min_tokens} tokens and ran untouched")
+    return lines + compared(figures)
+
+
+def compared(figures: list[tuple[str, str, float, float]]) -> list[str]:
+    """A line for each (what, "B" or "s", forecast, measured), with a warning where they differ by more than 10 %."""
+    lines = []
+    for what, unit, forecast, measured in figures:
+        text = [format_bytes(value) if unit == "B" else f"{value:.3g} s" for value in (forecast, measured)]
+        line = f"  {what}: forecast {text[0]}, measured {text[1]}"
+        error = forecast / measured - 1 if measured else float(forecast != 0)
+        if abs(error) > _TOLERANCE:
+            line += f"; warning: the forecast is off by {error:+.0%}"
+        lines.append(line)
+    return lines

@@ -1,0 +1,215 @@
+"""The running session profiles a step, solves for the swap fraction, and reports forecast beside measured."""
+
+import dataclasses
+import gc
+import json
+import logging
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import gradients, random_ids, tiny, worst_relative_error
+
+import memo_hf
+from memo_hf.errors import HostMemoryError
+from memo_hf.report.summary import compared
+
+BENCH = runpy.run_path(str(Path(__file__).resolve().parents[1] / "benchmarks/bench_forecast_cpu.py"))
+
+
+def train(model, num_tokens, *, seed=1, batch=1):
+    ids = random_ids(batch, num_tokens, seed=seed)
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def enabled(model=None, **settings):
+    return memo_hf.enable(model or tiny("llama", num_hidden_layers=5), memo_hf.MemoConfig(min_tokens=0, **settings))
+
+
+def test_the_first_step_is_measured_and_the_second_is_planned():
+    session = enabled(chunk_size=64)
+    train(session.model, 256)
+    assert session.stats.swap_fraction == 0 and "not known yet" in session.stats.binding_limit
+    train(session.model, 256)
+    measured = session.planners[0].measurement
+    (costs,) = measured.layers
+    assert (costs.num_layers, costs.num_kept, measured.indices) == (5, 2, ((0, 1, 2, 3, 4),))
+    assert costs.input_bytes == 256 * 32 * 4
+    assert costs.output_bytes == 256 * (32 + 4) * 4  # o and its logsumexp
+    assert costs.qkv_bytes == 256 * (32 + 2 * 16) * 4
+    assert all(value > 0 for name, value in vars(costs).items() if name.endswith("forward_seconds"))
+    assert costs.attend_backward_seconds > 0  # of the others' the recompute is taken off, which may be all on a bad day
+    assert measured.to_host_bytes_per_second > 1e6 and measured.to_device_bytes_per_second > 1e6
+    assert session.stats.binding_limit in session.describe()
+    session.close()
+
+
+def test_what_is_predicted_is_what_is_swapped():
+    """The bytes of a chunk are counted without swapping it; then all chunks are swapped."""
+    for family in ("llama", "qwen3", "phi3"):
+        session = enabled(tiny(family), chunk_size=64, host_memory="1GiB")
+        for _ in range(2):
+            train(session.model, 256)
+        (costs,) = session.planners[0].measurement.layers
+        stats = session.stats
+        sent = costs.whole_bytes(stats.qkv) + stats.swap_fraction * costs.fraction_bytes(stats.qkv)
+        if stats.strategy == "memo":
+            assert stats.swapped_bytes == pytest.approx(2 * sent, abs=2 * 4096 * stats.swap_fraction), family
+        session.close()
+
+
+def test_gradients_do_not_change_when_the_plan_comes():
+    model, ids = tiny("llama"), random_ids(2, 96)
+    stock = gradients(model, ids)
+    session = enabled(model, chunk_size=32)
+    for _ in range(3):
+        assert worst_relative_error(gradients(model, ids), stock) < 1e-4
+    session.close()
+
+
+@pytest.mark.parametrize("spoil", ["evaluation", "no grad", "exception", "never backward"])
+def test_only_a_whole_training_step_is_measured(spoil):
+    session = enabled(chunk_size=64)
+    model, ids = session.model, random_ids(1, 128)
+    if spoil == "evaluation":
+        model.eval()
+        model(input_ids=ids)
+        model.train()
+    elif spoil == "no grad":
+        with torch.no_grad():
+            model(input_ids=ids)
+    elif spoil == "never backward":
+        model(input_ids=ids, labels=ids)
+    else:
+        handle = model.model.layers[0].mlp.register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=ids, labels=ids).loss.backward()
+        handle.remove()
+    gc.collect()
+    train(model, 192)
+    assert session.planners[0].measurement is None
+    train(model, 192)
+    assert session.planners[0].measurement.shape.seq_len == 192
+    session.close()
+
+
+def test_two_forward_passes_before_their_backward():
+    session = enabled(chunk_size=64)
+    ids = random_ids(1, 128)
+    losses = [session.model(input_ids=ids, labels=ids).loss for _ in range(2)]
+    sum(losses).backward()
+    train(session.model, 128)
+    assert session.planners[0].measurement is not None
+    session.close()
+
+
+def test_twenty_lengths_neither_leak_nor_fail_nor_are_measured_again():
+    session = enabled(chunk_size=64)
+    train(session.model, 128)
+    train(session.model, 128)
+    measured, draw = session.planners[0].measurement, random.Random(0)
+    for _ in range(20):
+        train(session.model, draw.randint(2, 250))
+    assert session.planners[0].measurement is measured
+    gc.collect()
+    assert session.stats.host_bytes == 0
+    session.close()
+
+
+def test_a_small_host_lowers_the_fraction_and_is_named():
+    # Three layers of 512 tokens: h, o and q, k, v take 0.79 MiB, everything some 3 MiB.
+    session = enabled(chunk_size=64, host_memory="1.5MiB")
+    for _ in range(3):
+        train(session.model, 512)
+    stats = session.stats
+    assert stats.host_reserved_bytes <= 1.5 * 2**20
+    assert stats.swap_fraction < 1
+    assert stats.peak_host_bytes <= 0.95 * 1.5 * 2**20
+    session.close()
+
+
+def test_a_host_too_small_for_h_and_o_has_layers_that_send_h_alone():
+    # h of three layers of 512 tokens: 192 KiB; h and o: 408 KiB.
+    session = enabled(chunk_size=64, host_memory="300KiB")
+    for _ in range(3):
+        train(session.model, 512)
+    assert 0 < session.stats.peak_host_bytes <= 300 * 2**10
+    session.close()
+
+
+def test_a_host_too_small_for_anything_says_so():
+    session = enabled(chunk_size=64, host_memory="64KiB")
+    with pytest.raises(HostMemoryError, match="host memory does not suffice"):
+        train(session.model, 512)
+    session.close()
+
+
+def test_plans_are_reused_and_stale_ones_refused(tmp_path, caplog):
+    path = tmp_path / "plans" / "plan.json"
+    first = enabled(chunk_size=64, plan_file=str(path))
+    for _ in range(2):
+        train(first.model, 256)
+    fraction = first.stats.swap_fraction
+    first.close()
+    again = enabled(chunk_size=64, plan_file=str(path))
+    train(again.model, 256)  # no step is measured
+    assert again.stats.swap_fraction == fraction and again.planners[0].measurement == first.planners[0].measurement
+    again.close()
+    saved = json.loads(path.read_text())
+    saved["fingerprint"]["torch"] = "1.0"
+    path.write_text(json.dumps(saved))
+    with caplog.at_level(logging.WARNING, "memo_hf"):
+        stale = enabled(chunk_size=64, plan_file=str(path))
+        train(stale.model, 256)
+    assert "is stale: torch was '1.0'" in caplog.text and stale.planners[0].measurement is None
+    train(stale.model, 256)
+    assert json.loads(path.read_text())["fingerprint"]["torch"] == torch.__version__
+    stale.close()
+
+
+def test_by_hand_nothing_is_measured_or_planned():
+    session = enabled(chunk_size=64, swap_fraction=0.5)
+    for _ in range(2):
+        train(session.model, 128)
+    assert session.planners[0].measurement is None and session.stats.swap_fraction == 0.5
+    assert session.stats.binding_limit == "swap_fraction: set to 0.5 by hand"
+    session.close()
+
+
+def test_rebuilt_beside_swapped_tokens():
+    model, ids = tiny("llama"), random_ids(2, 96)
+    stock = gradients(model, ids)
+    for fraction in (0.25, 0.75, 1.0):
+        session = enabled(model, chunk_size=32, qkv="rebuild", swap_fraction=fraction)
+        assert worst_relative_error(gradients(model, ids), stock) < 1e-4
+        session.close()
+
+
+def test_report_has_forecast_beside_measured():
+    session = enabled(chunk_size=64)
+    for _ in range(3):
+        train(session.model, 256)
+    report = session.report(device_peak_bytes=1)
+    assert "host bytes: forecast" in report and "measured" in report
+    if session.stats.strategy == "memo":
+        assert "device peak: forecast" in report and "warning: the forecast is off by" in report
+    session.close()
+
+
+def test_warnings_begin_at_a_tenth():
+    lines = compared([("host bytes", "B", 1090, 1000), ("step", "s", 0.5, 1.0), ("host bytes", "B", 0, 0)])
+    assert ["warning" in line for line in lines] == [False, True, False]
+    assert lines[1] == "  step: forecast 0.5 s, measured 1 s; warning: the forecast is off by -50%"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # raised inside peft
+@pytest.mark.parametrize("case", [0, 4, 8, 9])
+def test_bytes_are_forecast(case):
+    chosen = BENCH["CASES"][case]
+    chosen = dataclasses.replace(chosen, tokens=1024 // chosen.batch)
+    found = BENCH["run"](chosen, timed=False)
+    assert found.forecast_host == found.measured_host
+    assert abs(found.peak_error) < 0.05, (found.forecast_peak, found.measured_peak, found.moment)
