@@ -237,8 +237,8 @@ class Session:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
                 f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
-                f"and this rank's budget is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). Raise "
-                "MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
+                f"and this rank's budget is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
+                "Raise MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
 
     def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int) -> None:

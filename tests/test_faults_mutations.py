@@ -264,7 +264,7 @@ MUTATIONS = {
     ),
     "the budget is not asked": (
         session.Session, "require_host",
-        "needed > self._budget", "False",
+        "needed > self.host_budget_bytes", "False",
         red(test_faults_input.test_the_same_in_layer_mode),
     ),
 }  # fmt: skip
