@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +71,12 @@ class Planner:
         self._profile = lambda: None  # a weak reference to the one under way
         self._done: tuple[Profile, Shape, float] | None = None
         self._retreats = self._waited = 0
-        self._static_bytes = self._planned_static_bytes = 0.0
+        self._static_bytes = 0.0
+        self._made_at: dict[Shape, float] = {}  # static bytes when the plan was made, or checked if it came from a file
         self._held = Held(0.0, 0.0)
         self._device_bytes = float("inf")
         self._began: tuple[Shape, float] | None = None
-        self._seconds: dict[Shape, list[float]] = {}
+        self._seconds: deque[float] = deque(maxlen=32)  # of the last steps, while their shape is the same
         self._host_bytes = 0.0
         self.plan: SwapPlan | None = None
         self.choice = Choice(
@@ -100,8 +102,10 @@ class Planner:
         """
         now = time.perf_counter()
         began, self._began = self._began, (shape, now)
-        if began is not None:
-            self._seconds.setdefault(began[0], []).append(now - began[1])
+        if began is None or began[0] != shape:
+            self._seconds.clear()
+        else:
+            self._seconds.append(now - began[1])
         if not self._solves:
             return self.choice
         self._host_bytes = _USABLE_HOST * host_bytes / self._num_stacks
@@ -183,12 +187,14 @@ class Planner:
         self._seconds.clear()  # the profiled step was slower than others
 
     def _plan_for(self, shape: Shape) -> SwapPlan:
-        plan = self._book.get(shape)
-        if plan is not None and plan.host_bytes <= self._host_bytes:
-            if self._static_bytes <= _GROWTH * self._planned_static_bytes or self._planned_static_bytes == 0:
-                return plan
+        plan, made_at = self._book.get(shape), self._made_at.get(shape.bucket())
+        if plan is not None and made_at is None:
+            if plan.host_bytes <= self._host_bytes and plan.device_bytes <= self._device_bytes:
+                made_at = self._made_at[shape.bucket()] = self._static_bytes
+        if made_at is not None and self._static_bytes <= _GROWTH * made_at:
+            return plan
         plan = self._solve(shape.bucket())
-        self._planned_static_bytes = self._static_bytes
+        self._made_at[shape.bucket()] = self._static_bytes
         self._book.put(shape, plan)
         self.binding_limit = plan.binding_limit
         logger.info(
@@ -332,12 +338,11 @@ class Planner:
             found.append(("host bytes", "B", host, swapped_bytes))
             if device_peak_bytes is not None:
                 found.append(("device peak", "B", device, device_peak_bytes))
-        seconds = self._seconds.get(shape)
-        if self.plan is not None and self.plan.strategy == "memo" and seconds:
+        if self.plan is not None and self.plan.strategy == "memo" and self._seconds:
             layers = self._book.measurement.layers_at(shape)
             rest = self._book.measurement.rest_seconds_at(shape)
             priced = predict(layers, self._budgets(), self.plan.qkv, self.plan.kinds, rest)
-            found.append(("step", "s", priced.step_seconds, statistics.median(seconds)))
+            found.append(("step", "s", priced.step_seconds, statistics.median(self._seconds)))
         return found
 
 

@@ -38,6 +38,7 @@ class _Kind:
     qkv_bytes: int = 0
     output_bytes: int = 0
     swapped_bytes: int | None = None
+    counted: set[str] = field(default_factory=set)
     saved: dict[str, float] = field(default_factory=dict)  # bytes per token by part
 
 
@@ -57,7 +58,6 @@ class Profile:
         self._on_cuda = engine.device.type == "cuda"
         self._marks: dict[tuple[int, str], object] = {}
         self._kinds: dict[tuple, _Kind] = {}
-        self._counted: set[str] = set()
         self._open: set[int] = set()
         self._copies: list[tuple] = []
         self.is_complete = False
@@ -75,19 +75,21 @@ class Profile:
                 self._engine.time_copies(None)
                 self._on_end(self)
 
-    def count(self, index: int, part: str) -> Callable[[int, int], None]:
-        """See `Observer`."""
+    def count(self, record, part: str) -> Callable[[int, int], None] | None:
+        """See `Observer`. Asked of the first layer of each kind alone."""
+        kind = self._kinds.setdefault(record.alike[1:], _Kind())
+        if part in kind.counted:
+            return None
+        kind.counted.add(part)
 
         def counted(num_tokens: int, num_bytes: int):
-            kind = next((kind for kind in self._kinds.values() if index in kind.indices), None)
-            if kind is not None:
-                kind.saved.setdefault(part, num_bytes / num_tokens)
+            kind.saved[part] = num_bytes / num_tokens
 
         return counted
 
-    def sizes(self, record, alike: tuple, input_bytes: int, swapped_bytes: int | None) -> None:
+    def sizes(self, record, input_bytes: int, swapped_bytes: int | None) -> None:
         """See `Observer`. Layers that run in layer mode by plan are of the kind of those that do not."""
-        kind = self._kinds.setdefault(alike[1:], _Kind())
+        kind = self._kinds.setdefault(record.alike[1:], _Kind())
         kind.indices.append(record.index)
         kind.input_bytes = input_bytes
         if record.qkv_bytes:
@@ -99,7 +101,7 @@ class Profile:
     @property
     def kinds(self) -> list[list[int]]:
         """The indices of the layers of each kind, in the order of `costs`."""
-        return [kind.indices for kind in self._kinds.values()]
+        return [kind.indices for kind in self._kinds.values() if kind.indices]
 
     def costs(self, first_kept: int) -> tuple[LayerCosts, ...]:
         """What a layer of each kind costs, without what the device holds. Waits for a GPU to come to the step's end.
@@ -107,7 +109,9 @@ class Profile:
         Args:
             first_kept: layers from this index on keep their activations on the device.
         """
-        return tuple(self._costs(f"layers {_ranges(k.indices)}", k, first_kept) for k in self._kinds.values())
+        return tuple(
+            self._costs(f"layers {_ranges(k.indices)}", k, first_kept) for k in self._kinds.values() if k.indices
+        )
 
     def rates(self) -> tuple[float, float]:
         """Bytes per second to the host and to the device; one that was not seen is taken to be the other's."""

@@ -44,10 +44,10 @@ class Observer(Protocol):
         "backward finish", "backward attend", "backward attended", "backward project", "backward end"; a layer in layer
         mode to "forward whole", "forward end" and, as its backward begins, "backward end"."""
 
-    def count(self, index: int, part: str) -> Callable[[int, int], None] | None:
+    def count(self, record: LayerRecord, part: str) -> Callable[[int, int], None] | None:
         """Told (tokens, bytes) of what one chunk of `part` saves, or None where that is known or not wanted."""
 
-    def sizes(self, record: LayerRecord, alike: tuple, input_bytes: int, swapped_bytes: int | None) -> None:
+    def sizes(self, record: LayerRecord, input_bytes: int, swapped_bytes: int | None) -> None:
         """What the layer of `record` has; `swapped_bytes` is None where it keeps all. Not told of frozen ones."""
 
 
@@ -105,20 +105,20 @@ class Step:
         has_backward = hidden.requires_grad or any(trained)
         keep = index >= self.first_kept or not has_backward
         self.num_forward_only += not has_backward
+        # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less. So do those of layers
+        # without adapters.
+        alike = (index in self.whole_layers, id(self.kinds[index]), hidden.requires_grad, trained)
         before = self.engine.stats.swapped_bytes
-        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last, index, self.observer)
+        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last, index, alike, self.observer)
         yield record
         record.group.seal()
         record.mark("forward end")
         self.last = record
-        # Frozen embeddings: the first layer's input needs no gradient, so its graphs save less. So do those of layers
-        # without adapters.
-        alike = (index in self.whole_layers, id(self.kinds[index]), hidden.requires_grad, trained)
         swapped = None if keep else self.engine.stats.swapped_bytes - before
         if not keep:
             self.planned_bytes += self._seen.setdefault(alike, swapped)
         if self.observer is not None and has_backward:
-            self.observer.sizes(record, alike, hidden.nbytes, swapped)
+            self.observer.sizes(record, hidden.nbytes, swapped)
 
     def require(self, index: int, num_bytes: int) -> None:
         """Raise `HostMemoryError` where layer `index`, and the others like it, cannot swap `num_bytes` each."""
@@ -134,6 +134,7 @@ class LayerRecord:
     group: SwapGroup
     previous: LayerRecord | None
     index: int = 0
+    alike: tuple = ()
     observer: Observer | None = None
     rebuilt: list[torch.Tensor] = field(default_factory=list)
     qkv_bytes: int = 0
@@ -146,7 +147,7 @@ class LayerRecord:
 
     def count(self, part: str) -> Callable[[int, int], None] | None:
         """As `Observer.count`, for this layer."""
-        return None if self.observer is None else self.observer.count(self.index, part)
+        return None if self.observer is None else self.observer.count(self, part)
 
     def begin_finish(self) -> None:
         """Backward of finish begins: it needs all that is not yet under way, and attend comes next."""
