@@ -150,7 +150,7 @@ class Profile:
             parts |= {"finish_forward_seconds": whole, "finish_backward_seconds": 2 * whole}
             return LayerCosts(token_wise=False, output_bytes=0.0, qkv_bytes=0.0, others_bytes=0.0, **shared, **parts)
         parts = {part: self._usual(kind, *moments) or 0.0 for part, moments in (_FORWARD | _BACKWARD).items()}
-        # At fraction 0 backward runs each forward again.
+        # At fraction 0 backward runs each forward again (finish without its last product, which is taken for a part).
         again = {
             "finish_backward": parts["finish_forward"],
             "project_backward": parts["project_forward"],
