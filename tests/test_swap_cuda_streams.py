@@ -18,8 +18,8 @@ from memo_hf.swap.cuda_streams import CudaStreams
 
 
 class FakeEvent:
-    def __init__(self):
-        self.clock, self.ran, self.num_synchronized = {}, False, 0
+    def __init__(self, enable_timing=False):
+        self.clock, self.ran, self.num_synchronized, self.is_timed = {}, False, 0, enable_timing
 
     def record(self, stream):
         self.clock = dict(stream.clock)
@@ -284,3 +284,16 @@ def test_round_trips_on_a_device():
     stats = engine.stats
     assert stats.pinned and stats.host_allocations == made and stats.swapped_bytes == 3 * 6 * 4 * 2**20
     engine.close()
+
+
+def test_copies_are_timed_where_somebody_asks():
+    cuda = FakeCuda()
+    backend = CudaStreams(cuda.device, cuda)
+    bytes_of = [torch.zeros(size, dtype=torch.uint8) for size in (64, 64, 64)]
+    untimed = backend.offload(bytes_of[0], bytes_of[1])
+    assert not untimed.event.is_timed
+    backend.timings = timings = []
+    offload = backend.offload(bytes_of[0], bytes_of[1])
+    backend.fetch(bytes_of[1], bytes_of[2], after=offload)
+    assert [(to_host, num_bytes) for to_host, num_bytes, _, _ in timings] == [(True, 64), (False, 64)]
+    assert all(start.is_timed and end.is_timed for _, _, start, end in timings)
