@@ -108,6 +108,10 @@ class Planner:
             self._seconds.append(now - began[1])
         if not self._solves:
             return self.choice
+        if engine.device.type == "cpu" and self._config.device_memory is None:
+            # Host and device share one memory here: swapping more would only copy more.
+            self.binding_limit = "CPU: fraction 0 takes the least memory; set device_memory to have it solved for"
+            return self.choice
         self._host_bytes = _USABLE_HOST * host_bytes / self._num_stacks
         self._read_device(engine.device)
         if self._book is None:

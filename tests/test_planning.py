@@ -26,7 +26,10 @@ def train(model, num_tokens, *, seed=1, batch=1):
 
 
 def enabled(model=None, **settings):
-    return memo_hf.enable(model or tiny("llama", num_hidden_layers=5), memo_hf.MemoConfig(min_tokens=0, **settings))
+    return memo_hf.enable(
+        model or tiny("llama", num_hidden_layers=5),
+        memo_hf.MemoConfig(**{"min_tokens": 0, "device_memory": "1TiB", **settings}),
+    )
 
 
 def test_the_first_step_is_measured_and_the_second_is_planned():
