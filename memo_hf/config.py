@@ -51,7 +51,7 @@ class MemoConfig:
     device_memory: str | None = _option(
         None,
         "Device memory that training may take in all, for example '70GiB'; the swap fraction is chosen to fit. Not "
-        "set: what a GPU has free, less a twentieth of it; on a CPU, whose memory is the host's, the fraction stays 0.",
+        "set: what a GPU has free, less a twentieth; on a CPU, whose memory is the host's, the fraction stays 0.",
     )
     plan_file: str | None = _option(
         None,
