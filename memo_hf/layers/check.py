@@ -416,7 +416,7 @@ class _Trial:
             )
 
     def _gradients(self, recipe: Recipe, attended: Tensor) -> list[Tensor]:
-        """Of the layer's input, attention output and parameters. Hooks on the parameters themselves see nothing of it."""
+        """Of layer input, attention output and parameters. Hooks on the parameters themselves see nothing of it."""
         runner = TokenLayer(self.layer, self.forward, self.configs, recipe)
         inputs = [tensor.detach().requires_grad_() for tensor in (self.hidden, attended)]
         owners = [
