@@ -19,7 +19,15 @@ from memo_hf.errors import MemoError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.call import LayerCall, map_tensors, tensors_in
 from memo_hf.layers.locate import Stack
-from memo_hf.layers.roles import ATTENTION_NAME, AttentionReached, Project, Whole, attention_set_to, playing
+from memo_hf.layers.roles import (
+    ATTENTION_NAME,
+    AttentionReached,
+    Project,
+    Whole,
+    attention_set_to,
+    playing,
+    substituted,
+)
 from memo_hf.layers.token_mode import Recipe, TokenLayer
 from memo_hf.layers.unread import can_be_unread
 
@@ -245,18 +253,6 @@ def _check_layer(layer: nn.Module, own: _Seen, ours: _Seen, name: str) -> Verdic
         return Verdict(None, f"could not be run per token ({_brief(error)})")
 
 
-@contextlib.contextmanager
-def _needing_gradients(parameters: list[nn.Parameter]) -> Iterator[None]:
-    before = [parameter.requires_grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter, needed in zip(parameters, before, strict=True):
-            parameter.requires_grad_(needed)
-
-
 class _Trial:
     """One layer under test on random tokens."""
 
@@ -420,13 +416,19 @@ class _Trial:
             )
 
     def _gradients(self, recipe: Recipe, attended: Tensor) -> list[Tensor]:
+        """Of layer input, attention output and parameters. Hooks on the parameters themselves see nothing of it."""
         runner = TokenLayer(self.layer, self.forward, self.configs, recipe)
-        parameters = [p for p in self.layer.parameters() if p.is_floating_point()]
         inputs = [tensor.detach().requires_grad_() for tensor in (self.hidden, attended)]
-        with _needing_gradients(parameters):
+        owners = [
+            (module, name)
+            for module in self.layer.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_floating_point()
+        ]
+        stand_ins = [module._parameters[name].detach().requires_grad_() for module, name in owners]
+        with substituted(owners, stand_ins):
             output = runner.finish_again(self._call(self.ours, inputs[0]), *inputs, 0, _TOKENS, fill=float("nan"))
-            wanted = [*inputs, *parameters]
-            found = torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+        found = torch.autograd.grad(output, [*inputs, *stand_ins], torch.ones_like(output), allow_unused=True)
         return [torch.zeros(()) if gradient is None else gradient for gradient in found]
 
     def _attend(self, parts: list[Tensor]) -> Tensor:
