@@ -18,7 +18,7 @@ ROWS = [
     {"swap", "allocator"},
     {"profiler"},
     {"layers"},
-    {"patched_stack"},
+    {"patched_stack", "serving"},
     {"session"},
     {"api"},
     {"integrations"},

@@ -47,6 +47,7 @@ class Step:
         kinds: for each layer, an object that it shares with the layers built alike.
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
+        mark_phase: told "forward 3" and "backward 3" where layer 3 begins, for whoever plans its memory.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
         last: the last layer that has run.
         num_forward_only: layers that have run with nothing to train in them or before them, so that nothing is swapped.
@@ -59,6 +60,7 @@ class Step:
     first_kept: int
     kinds: list
     require_host: Callable[[int, int], None]
+    mark_phase: Callable[[str], None] = lambda phase: None
     planned_bytes: int = 0
     last: LayerRecord | None = None
     num_forward_only: int = 0
@@ -86,7 +88,8 @@ class Step:
         keep = index >= self.first_kept or not has_backward
         self.num_forward_only += not has_backward
         before = self.engine.stats.swapped_bytes
-        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last)
+        self.mark_phase(f"forward {index}")
+        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last, index, self.mark_phase)
         yield record
         record.group.seal()
         self.last = record
@@ -108,19 +111,24 @@ class LayerRecord:
 
     group: SwapGroup
     previous: LayerRecord | None
+    index: int
+    mark_phase: Callable[[str], None]
     rebuilt: list[torch.Tensor] = field(default_factory=list)
 
     def begin_finish(self) -> None:
         """Backward of finish begins: it needs all that is not yet under way, and attend comes next."""
+        self.mark_phase(f"backward {self.index}")
         self.group.prefetch()
 
     def begin_attend(self) -> None:
         """Backward of attend begins, the longest work: beside it comes what the layer before has swapped in chunks."""
+        self.mark_phase(f"backward {self.index} attend")
         if self.previous is not None:
             self.previous.group.prefetch(turn=CHUNKS)
 
     def begin_project(self) -> None:
         """Backward of project begins. Now that attend's tensors are gone there is room for the layer before."""
+        self.mark_phase(f"backward {self.index} project")
         if self.previous is not None:
             self.previous.group.prefetch(turn=WHOLE)
 

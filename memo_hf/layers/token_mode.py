@@ -116,11 +116,13 @@ class TokenLayer:
             after_backward=record.begin_attend,
         )
         query, key, value, *passed = project.apply(hidden)
+        record.mark_phase(f"forward {index} attend")
         rebuilder = _Rebuilder(project, record, (query, key, value)) if step.settings.rebuild_qkv else None
         with _AttentionSaves(record, rebuilder, constants).hooks():
             attended = self._attend(step, seen, query, key, value)
         del query, key, value
         hidden = passed.pop() if passed else hidden
+        record.mark_phase(f"forward {index} finish")
         (output,) = finish.apply(hidden, attended)
         return output, seen.get("rest", ())
 
