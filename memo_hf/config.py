@@ -72,6 +72,15 @@ class MemoConfig:
         "'auto': token mode for each layer that passes the check, layer mode for the rest. 'layer': for all.",
         choices=["auto", "layer"],
     )
+    allocator: str = _option(
+        "stock",
+        "Who serves the device's memory: 'stock' is torch's own allocator. 'planned' records a training step, plans an "
+        "address for each of its requests beside training (the paper's section 4.2) and serves them from then on.",
+        choices=["stock", "planned"],
+    )
+    plan_folder: str | None = _option(
+        None, "Where plans are saved and found again by the next run. Not set: .cache/memo_hf in the home folder."
+    )
     chunked_loss: bool = _option(True, "Compute the loss in chunks, so that the logits never exist in full.")
 
     def __post_init__(self):

@@ -56,6 +56,7 @@ class PatchedStack:
         """The stack's own forward, with memo_hf's attention in force and a step for its layers, where memo_hf runs."""
         module = self._stack.module
         if not (module.training and torch.is_grad_enabled()):
+            self._session.serving.end_step()
             return self._own_forward(*args, **kwargs)
         given = kwargs.get("inputs_embeds")
         if given is None:
@@ -131,7 +132,7 @@ class PatchedStack:
         engine = session.engine(device)
         chunk_size = config.chunk_size or default_chunk_tokens(batch_size * num_tokens)
         chunk_tokens = min(max(1, chunk_size // batch_size), num_tokens)
-        session.begin_forward(self._stack, engine, chunk_tokens * batch_size)
+        session.begin_forward(self._stack, engine, chunk_tokens * batch_size, (batch_size, num_tokens))
         implementation = self._stack.module.config._attn_implementation
         choice = self._planner.choose(engine, Shape(batch_size, num_tokens), session.host_budget_bytes)
         return Step(
@@ -154,6 +155,7 @@ class PatchedStack:
             require_host=session.require_host,
             whole_layers=choice.whole_layers,
             observer=choice.observer,
+            mark_phase=session.serving.mark,
         )
 
     def layer_forward(self, index: int, name: str, layer: nn.Module, verdict: Verdict):

@@ -28,6 +28,7 @@ from memo_hf.patched_stack import PatchedStack, enabled_layers
 from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planning import Planner
 from memo_hf.report.summary import summary
+from memo_hf.serving import Serving, ServingStats
 from memo_hf.swap import SwapEngine
 from memo_hf.units import format_bytes
 
@@ -66,6 +67,7 @@ class SessionStats:
         host_budget_bytes: the budget of this rank; None before the first forward pass.
         forwards: training forward passes that memo_hf ran.
         stock_forwards: training forward passes that ran untouched, being too short to gain.
+        serving: who serves the device's memory, and how much of it at planned addresses.
     """
 
     layers: tuple[LayerStats, ...]
@@ -84,6 +86,7 @@ class SessionStats:
     host_budget_bytes: int | None
     forwards: int
     stock_forwards: int
+    serving: ServingStats
 
 
 class Session:
@@ -96,6 +99,7 @@ class Session:
     Raises:
         UnsupportedModelError: no decoder layers, a compiled model, or one that is already enabled.
         ConfigError: activation checkpointing is on as well.
+        MemoError: the planned allocator is asked for and cannot be.
     """
 
     def __init__(self, model: nn.Module, config: MemoConfig):
@@ -118,6 +122,7 @@ class Session:
                 f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
                 "model that it was enabled on first"
             )
+        self.serving = Serving(model, config)
         try:
             for index, stack in enumerate(stacks):
                 self._install(stack, share=(index, len(stacks)))
@@ -156,6 +161,7 @@ class Session:
             host_budget_bytes=self.host_budget_bytes,
             forwards=self._forwards,
             stock_forwards=self._stock_forwards,
+            serving=self.serving.stats,
         )
 
     def describe(self) -> str:
@@ -188,6 +194,7 @@ class Session:
             self._undo_loss()
             self._undo_loss = None
         self._close_engine()
+        self.serving.close()
         _sessions.pop(id(self.model), None)
 
     def _close_engine(self) -> None:
@@ -241,9 +248,10 @@ class Session:
                 "Raise MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
 
-    def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int) -> None:
+    def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int, shape: tuple[int, int]) -> None:
         """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
         if stack.name in self._counted or not self._counted:
+            self.serving.begin_forward(engine.device, *shape)
             self._counted.clear()
             self._total_swapped_bytes += engine.stats.swapped_bytes
             engine.reset_stats()
@@ -252,6 +260,7 @@ class Session:
 
     def skip_forward(self) -> None:
         """A training forward pass is too short to gain and runs untouched."""
+        self.serving.end_step()
         if not self._stock_forwards:
             logger.info(
                 f"memo_hf: a batch has fewer than {self.config.effective_min_tokens} tokens and runs untouched "
@@ -269,6 +278,7 @@ class Session:
         self._forwards += not self._counted
         self._counted.add(stack.name)
         self._planned_bytes += step.planned_bytes
+        self.serving.mark("after the layers")
         expects_some = step.last is None or step.num_forward_only < len(step.kinds)
         expects_some &= len(step.whole_layers) < len(step.kinds)  # else they are checkpointed by plan
         if expects_some and not step.planned_bytes and not self._has_warned_of_nothing:

@@ -19,7 +19,7 @@ ROWS = [
     {"profiler"},
     {"layers"},
     {"planning"},
-    {"patched_stack"},
+    {"patched_stack", "serving"},
     {"session"},
     {"api"},
     {"integrations"},

@@ -59,6 +59,8 @@ def test_config():
         "min_tokens": "int | None",
         "unswapped_layers": "int",
         "mode": "str",
+        "allocator": "str",
+        "plan_folder": "str | None",
         "chunked_loss": "bool",
     }
     assert dataclasses.asdict(memo_hf.MemoConfig()) == {
@@ -72,6 +74,8 @@ def test_config():
         "min_tokens": None,
         "unswapped_layers": 2,
         "mode": "auto",
+        "allocator": "stock",
+        "plan_folder": None,
         "chunked_loss": True,
     }
     assert all(len(field.metadata["help"]) > 40 for field in dataclasses.fields(memo_hf.MemoConfig))
@@ -109,6 +113,7 @@ def test_session():
         "host_budget_bytes": "int | None",
         "forwards": "int",
         "stock_forwards": "int",
+        "serving": "ServingStats",
     }
     documented = inspect.getdoc(SessionStats)
     assert all(f"{name}:" in documented for name in fields(SessionStats))

@@ -57,7 +57,7 @@ def test_requests_end_by_the_number_of_requests():
     assert [event.op for event in recording.trace.events] == ["malloc", "malloc", "free", "malloc", "free"]
 
 
-def test_what_a_copy_thread_frees_lives_into_the_next_phase():
+def test_what_a_copy_thread_frees_lives_three_phases_longer():
     def freed_by(thread):
         return to_recording(
             log(
@@ -69,12 +69,16 @@ def test_what_a_copy_thread_frees_lives_into_the_next_phase():
                 ("malloc", 2, 100, MAIN),
                 ("mark", 2, MAIN),
                 ("malloc", 3, 100, MAIN),
+                ("mark", 0, MAIN),
+                ("malloc", 4, 100, MAIN),
+                ("mark", 1, MAIN),
+                ("malloc", 5, 100, MAIN),
             ),
             PHASES,
         )
 
-    assert ends(freed_by(MAIN)) == [1, None, None, None]
-    assert ends(freed_by(COPIES)) == [3, None, None, None]
+    assert ends(freed_by(MAIN)) == [1, *[None] * 5]
+    assert ends(freed_by(COPIES)) == [5, *[None] * 5]
     last = to_recording(log(("mark", 0, MAIN), ("malloc", 0, 9, MAIN), ("free", 0, COPIES)), PHASES)
     assert ends(last) == [1]
 

@@ -98,6 +98,10 @@ class DeviceMemory:
         self._visits[phase] = visit + 1
         self._library.memo_core_mark(self._core, self._number(PhaseLabel(phase, visit)))
 
+    def pause(self) -> None:
+        """What is requested until the next mark belongs to no phase."""
+        self._library.memo_core_mark(self._core, native.NO_PHASE)
+
     def end_step(self) -> None:
         """The step is over: requests are served dynamically until the next one begins."""
         self._library.memo_core_end_step(self._core)

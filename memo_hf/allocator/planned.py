@@ -19,6 +19,7 @@ from memo_hf.allocator.recording import Recording
 from memo_hf.allocator.serving_plan import ServingPlan
 from memo_hf.allocator.solver import Solver
 from memo_hf.errors import PlanError
+from memo_hf.planner.trace import Trace
 from memo_hf.units import format_bytes
 
 logger = logging.getLogger("memo_hf")
@@ -116,6 +117,10 @@ class PlannedAllocator:
         """
         self._memory.mark(phase)
 
+    def pause(self) -> None:
+        """What is requested until the next mark belongs to no phase, and is served dynamically."""
+        self._memory.pause()
+
     def end_step(self) -> None:
         """The step that is on, if any, ends: evaluation and whatever else comes now is served dynamically."""
         shape, self._current = self._current, None
@@ -137,6 +142,11 @@ class PlannedAllocator:
     def plan(self) -> ServingPlan | None:
         """The plan that the step which is on is served from."""
         return self._current.plan if self._current and self._served else None
+
+    @property
+    def recorded_traces(self) -> list[Trace]:
+        """The traces that were planned, one for each shape that has been recorded."""
+        return [shape.recording.trace for shape in self._shapes.values() if shape.recording]
 
     def finish_planning(self, timeout_seconds: float) -> bool:
         """Waits for the process that is placing a step, whose plan the next step installs. False: it takes longer."""

@@ -16,8 +16,9 @@ from functools import cached_property
 from memo_hf.allocator import native
 from memo_hf.planner.trace import Event, Trace
 
-# What a thread that marks no phase freed, as a copy thread does, may be freed in the next phase the next time.
-_SLACK_PHASES = 1
+# What a thread that marks no phase freed, as a copy thread does, may be freed so many phases later the next time:
+# a layer has three in each direction.
+_SLACK_PHASES = 3
 
 
 @dataclass(frozen=True, slots=True)

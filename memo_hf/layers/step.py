@@ -65,6 +65,7 @@ class Step:
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
         whole_layers: indices of layers that run in layer mode by plan, though they could run per token.
         observer: who measures this step, or None.
+        mark_phase: told "forward 3" and "backward 3" where layer 3 begins, for whoever plans its memory.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
         last: the last layer that has run.
         num_forward_only: layers that have run with nothing to train in them or before them, so that nothing is swapped.
@@ -79,6 +80,7 @@ class Step:
     require_host: Callable[[int, int], None]
     whole_layers: Collection[int] = ()
     observer: Observer | None = None
+    mark_phase: Callable[[str], None] = lambda phase: None
     planned_bytes: int = 0
     last: LayerRecord | None = None
     num_forward_only: int = 0
@@ -109,7 +111,9 @@ class Step:
         # without adapters.
         alike = (index in self.whole_layers, id(self.kinds[index]), hidden.requires_grad, trained)
         before = self.engine.stats.swapped_bytes
-        record = LayerRecord(self.engine.open_group(keep=keep, label=name), self.last, index, alike, self.observer)
+        self.mark_phase(f"forward {index}")
+        group = self.engine.open_group(keep=keep, label=name)
+        record = LayerRecord(group, self.last, index, alike, self.observer, self.mark_phase)
         yield record
         record.group.seal()
         record.mark("forward end")
@@ -136,6 +140,7 @@ class LayerRecord:
     index: int = 0
     alike: tuple = ()
     observer: Observer | None = None
+    mark_phase: Callable[[str], None] = lambda phase: None
     rebuilt: list[torch.Tensor] = field(default_factory=list)
     qkv_bytes: int = 0
     output_bytes: int = 0
@@ -151,17 +156,20 @@ class LayerRecord:
 
     def begin_finish(self) -> None:
         """Backward of finish begins: it needs all that is not yet under way, and attend comes next."""
+        self.mark_phase(f"backward {self.index}")
         self.group.prefetch()
 
     def begin_attend(self) -> None:
         """Backward of attend begins, the longest work: beside it comes what the layer before has swapped in chunks."""
         self.mark("backward attend")
+        self.mark_phase(f"backward {self.index} attend")
         if self.previous is not None:
             self.previous.group.prefetch(turn=CHUNKS)
 
     def begin_project(self) -> None:
         """Backward of project begins. Now that attend's tensors are gone there is room for the layer before."""
         self.mark("backward attended")
+        self.mark_phase(f"backward {self.index} project")
         if self.previous is not None:
             self.previous.group.prefetch(turn=WHOLE)
 

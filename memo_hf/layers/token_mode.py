@@ -123,6 +123,7 @@ class TokenLayer:
         query, key, value, *passed = project.apply(hidden)
         record.qkv_bytes = query.nbytes + key.nbytes + value.nbytes
         record.mark("forward attend")
+        record.mark_phase(f"forward {index} attend")
         rebuilds = step.settings.rebuild_qkv and not record.group.keep and not chunks[-1].swapped
         rebuilder = _Rebuilder(project, record, (query, key, value)) if rebuilds else None
         with _AttentionSaves(record, rebuilder, constants).hooks():
@@ -131,6 +132,7 @@ class TokenLayer:
         hidden = passed.pop() if passed else hidden
         record.output_bytes = attended.nbytes
         record.mark("forward finish")
+        record.mark_phase(f"forward {index} finish")
         (output,) = finish.apply(hidden, attended)
         return output, seen.get("rest", ())
 

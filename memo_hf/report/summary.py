@@ -26,6 +26,8 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
         f"  host: peak {format_bytes(stats.peak_host_bytes)}, reserved {format_bytes(stats.host_reserved_bytes)}"
         + (f" of {format_bytes(stats.host_budget_bytes)}" if stats.host_budget_bytes else ""),
     ]
+    if stats.serving.allocator == "planned":
+        lines.append(f"  {stats.serving.describe()}")
     if stats.stock_forwards:
         lines.append(f"  {stats.stock_forwards} forward passes had fewer than {min_tokens} tokens and ran untouched")
     return lines + compared(figures)
