@@ -113,7 +113,7 @@ class Session:
             for stack in stacks:
                 self._install(stack)
             if config.chunked_loss:
-                self._undo_loss = install_chunked_loss(model)
+                self._undo_loss = install_chunked_loss(model, min_tokens=config.effective_min_tokens)
         except BaseException:
             self.close()
             raise
