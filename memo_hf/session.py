@@ -127,7 +127,7 @@ class Session:
             for index, stack in enumerate(stacks):
                 self._install(stack, share=(index, len(stacks)))
             if config.chunked_loss:
-                self._undo_loss = install_chunked_loss(model)
+                self._undo_loss = install_chunked_loss(model, min_tokens=config.effective_min_tokens)
         except BaseException:
             self.close()
             raise

@@ -18,6 +18,7 @@ from loss_models import (
     make_model,
     step,
 )
+from tiny_models import tiny
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -315,3 +316,13 @@ def test_head_that_trains_more_than_its_parameters_is_left_alone():
     installed = install_on(head, CHUNK)
     assert type(head(hidden)) is torch.Tensor
     assert "Linear, cannot run" in installed.reason and installed.calls == 0
+
+
+def test_short_batches_run_as_they_are():
+    model = tiny("llama")
+    undo = install_chunked_loss(model, chunk_tokens=8, min_tokens=32)
+    for num_tokens, calls in ((31, 0), (32, 1)):
+        ids = torch.randint(3, 128, (1, num_tokens))
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert undo.calls == calls
+    undo()

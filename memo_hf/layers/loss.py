@@ -34,13 +34,15 @@ class ChunkedLoss:
         self.reason, self.calls, self.materialised = reason, 0, []
         self._patch_of_head: Patch | None = None
 
-    def _patch(self, model: nn.Module, head: nn.Module, chunk_tokens) -> None:
+    def _patch(self, model: nn.Module, head: nn.Module, chunk_tokens, min_tokens: int) -> None:
         stock = head.forward
 
         def forward(hidden, *args, **kwargs):
             if isinstance(hidden, InsideHead):
                 return hidden.function()
             rows = self._rows_at_once(model, head, hidden, chunk_tokens) if not args and not kwargs else None
+            if rows is not None and hidden.shape[:-1].numel() < min_tokens:
+                rows = None
             if rows is None:
                 return stock(hidden, *args, **kwargs)
             logits = defer_logits(HeadCall(head, stock, hidden, rows, self._note_whole), hidden)
@@ -90,7 +92,7 @@ class ChunkedLoss:
 
 
 def install_chunked_loss(
-    model: nn.Module, chunk_tokens: int | Callable[[int, int, int], int] | None = None
+    model: nn.Module, chunk_tokens: int | Callable[[int, int, int], int] | None = None, min_tokens: int = 0
 ) -> ChunkedLoss:
     """Let `model` compute its loss in chunks of tokens, so that its logits never exist in full while it trains.
 
@@ -102,6 +104,7 @@ def install_chunked_loss(
             token by itself.
         chunk_tokens: tokens over the whole batch whose logits exist at once; or a function of (tokens, hidden width,
             vocabulary) that says so; None for `default_loss_chunk_tokens`. Calls with no more tokens run as they are.
+        min_tokens: so do calls with fewer tokens than this.
 
     Returns:
         The installation: call it to undo it. Where nothing could be installed, its `reason` says why.
@@ -113,5 +116,5 @@ def install_chunked_loss(
     if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in head.modules()):
         return ChunkedLoss("the head has dropout, whose mask could not be drawn again for a chunk")
     installed = ChunkedLoss()
-    installed._patch(model, head, chunk_tokens)
+    installed._patch(model, head, chunk_tokens, min_tokens)
     return installed
