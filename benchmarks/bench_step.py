@@ -124,25 +124,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(model, ids, decoder_only: bool, name: str, *, memory: bool) -> float:
-    """Peak bytes above what was there, or seconds, of one step of one alternative."""
+def measure(model, ids, decoder_only: bool, name: str, *, memory: bool) -> tuple[int | None, float]:
+    """Peak bytes above what was there (None without `memory`), and seconds, of one step of one alternative."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     device = ids.device
-    with ALTERNATIVES[name](model) as around:
-        if memory:
-            with AllocatorMeter(device) as meter:
-                before = meter.live_bytes
-                meter.reset_peak()
-                with around:
-                    step(model, ids, decoder_only)
-                return meter.peak_bytes - before
+    with ALTERNATIVES[name](model) as around, AllocatorMeter(device) if memory else contextlib.nullcontext() as meter:
+        before = meter.live_bytes if memory else 0
         synchronize(device)
         start = time.perf_counter()
         with around:
             step(model, ids, decoder_only)
         synchronize(device)
-        return time.perf_counter() - start
+        return meter.peak_bytes - before if memory else None, time.perf_counter() - start
 
 
 def median_ratio(times: dict[str, list[float]], name: str, other: str) -> float | None:
@@ -155,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=parse_count, default=16384)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3, help="timed rounds; 0 measures memory alone")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds; 0 times the metered step instead")
     parser.add_argument("--no-memory", action="store_true", help="measure time alone")
     parser.add_argument("--decoder", action="store_true", help="without the head and the loss")
     parser.add_argument("--only", default=",".join(ALTERNATIVES), help="comma-separated alternatives")
@@ -168,11 +162,13 @@ def main() -> None:
     ids = torch.randint(0, 32_000, (1, arguments.tokens), device=device)
     peaks, times = {}, {name: [] for name in names}
     for name in names if not arguments.no_memory else ():
-        peaks[name] = measure(model, ids, arguments.decoder, name, memory=True)
-        print(f"# {name}: {peaks[name] / 1e6:.1f} MB", flush=True)
+        peaks[name], seconds = measure(model, ids, arguments.decoder, name, memory=True)
+        if not arguments.repeats:
+            times[name].append(seconds)
+        print(f"# {name}: {peaks[name] / 1e6:.1f} MB, {seconds:.2f} s", flush=True)
     for round_index in range(arguments.repeats):
         for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
-            times[name].append(measure(model, ids, arguments.decoder, name, memory=False))
+            times[name].append(measure(model, ids, arguments.decoder, name, memory=False)[1])
             print(f"# round {round_index}, {name}: {times[name][-1]:.2f} s", flush=True)
 
     base = "activation checkpointing"

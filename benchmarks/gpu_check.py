@@ -102,8 +102,8 @@ def compare(model, num_tokens: int, device, peak_flops: float | None, repeats: i
     for name in COMPARED:
         row = {"tokens": num_tokens, "alternative": name}
         try:
-            row["peak_bytes"] = measure(model, ids, False, name, memory=True)  # also the warm-up
-            times = [measure(model, ids, False, name, memory=False) for _ in range(repeats)]
+            row["peak_bytes"], _ = measure(model, ids, False, name, memory=True)  # also the warm-up
+            times = [measure(model, ids, False, name, memory=False)[1] for _ in range(repeats)]
             row["step_seconds"] = sorted(times)[len(times) // 2]
             if peak_flops:
                 row["mfu"] = model_flops(model, num_tokens) / row["step_seconds"] / peak_flops
