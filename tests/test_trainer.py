@@ -25,6 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 MEMO = MemoConfig(swap_fraction=0.5, chunk_size=8)
 VOCAB, TOKENS, LAYERS = 64, 24, 4
 
+# The switch got another name during transformers 5.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+
 
 def tiny_llama(**changes):
     torch.manual_seed(0)
@@ -236,9 +243,9 @@ def test_no_effect_is_an_error(tmp_path, data):  # case 121
 @pytest.mark.parametrize(
     "changes, switch",
     [
-        ({"activation_checkpointing": True}, "activation_checkpointing=False"),  # case 68
-        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-         "activation_checkpointing=False"),  # case 80
+        ({CHECKPOINTING: True}, f"{CHECKPOINTING}=False"),  # case 68
+        ({CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+         f"{CHECKPOINTING}=False"),  # case 80
         ({"torch_compile": True}, "torch_compile=False"),
     ],
 )  # fmt: skip
@@ -339,7 +346,7 @@ class TestWithTrl:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             plain = memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer)
-        assert plain.args.activation_checkpointing
+        assert getattr(plain.args, CHECKPOINTING)
 
     def test_refuses_activation_offloading(self, tmp_path, data, sft, tokenizer, monkeypatch):
         trl, memo_sft = sft
