@@ -406,7 +406,10 @@ class _Trial:
     def _unread(self, recipe: Recipe, attended: Tensor) -> tuple[str, ...]:
         """Linear modules whose output may be anything in a recompute: with NaN there, gradients stay what they are."""
         with torch.enable_grad():
-            expected = self._gradients(recipe, attended)
+            try:
+                expected = self._gradients(recipe, attended)
+            except RuntimeError:  # Its own backward fails, as the user's first step is to say.
+                return ()
             linear = [path for path, module in self.layer.named_modules() if can_be_unread(module)]
             return tuple(
                 path
