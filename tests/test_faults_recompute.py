@@ -165,7 +165,7 @@ SIX_TOKENS_SWAPPED = dict(swap_fraction=6 / 13, chunk_size=12), AGAIN * 7 // 13
         (dict(swap_fraction=0.0, chunk_size=26), AGAIN),
         SIX_TOKENS_SWAPPED,
         (dict(swap_fraction=0.0, chunk_size=8, qkv="rebuild"), AGAIN + PROJECT),
-        (dict(swap_fraction=1.0, chunk_size=26, qkv="rebuild"), PROJECT),
+        (dict(swap_fraction=1.0, chunk_size=26, qkv="rebuild"), 0),
         (dict(mode="layer"), AGAIN),
     ],
 )
