@@ -283,10 +283,10 @@ def test_errors_within_a_step_leave_serving_intact(planned):
     run, stock = Run(), Run()
     session = planned(run.model)
     run.serve(session)
-    budget, session._budget = session._budget, 10
+    budget, session.host_budget_bytes = session._budget, 10
     with pytest.raises(HostMemoryError):
         run.step()
-    session._budget = budget
+    session.host_budget_bytes = budget
     enabled(stock.model, **TOKEN)
     for _ in range(3):
         stock.step()
