@@ -283,7 +283,7 @@ def test_errors_within_a_step_leave_serving_intact(planned):
     run, stock = Run(), Run()
     session = planned(run.model)
     run.serve(session)
-    budget, session.host_budget_bytes = session._budget, 10
+    budget, session.host_budget_bytes = session.host_budget_bytes, 10
     with pytest.raises(HostMemoryError):
         run.step()
     session.host_budget_bytes = budget
