@@ -63,8 +63,9 @@ def recipe(monkeypatch):
 
 def test_the_flagship_trains_compares_saves_and_reloads(checkpoint, tmp_path):
     out = run(
-        "accelerate", "launch", "--num_processes", 1, "--num_machines", 1, "--mixed_precision", "no",
-        "--dynamo_backend", "no", RECIPES / "llama7b_1m.py", "--preset", "cpu", "--model", checkpoint,
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 1, "--num_machines", 1,
+        "--mixed_precision", "no", "--dynamo_backend", "no",
+        RECIPES / "llama7b_1m.py", "--preset", "cpu", "--model", checkpoint,
         "--dtype", "float32", "--seq_len", "256", "--max_steps", 2, "--swap_fraction", 0.5, "--chunk_size", 64,
         "--lora_rank", 2, "--output_dir", tmp_path / "adapter",
     )  # fmt: skip
