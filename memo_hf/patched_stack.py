@@ -49,8 +49,20 @@ class PatchedStack:
         self._configs = attention_configs(stack.module)
         self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
         self._running = threading.local()
+        self._given_up: set[int] = set()  # layers that pass the check here, and run whole as on another rank
         self.kinds = verdicts  # Layers built alike share theirs.
         self.attends = any(verdict.recipe is not None for verdict in verdicts)
+
+    @property
+    def name(self) -> str:
+        """The path of the stack in the model."""
+        return self._stack.name
+
+    def run_whole(self, names: set[str]) -> None:
+        """From now on the layers of these names run in layer mode."""
+        self._given_up.update(index for index, (name, _) in enumerate(self._stack.layers) if name in names)
+        layers = range(len(self.kinds))
+        self.attends &= any(self.kinds[index].recipe is not None for index in layers if index not in self._given_up)
 
     def forward(self, *args, **kwargs):
         """The stack's own forward, with memo_hf's attention in force and a step for its layers, where memo_hf runs."""
@@ -70,6 +82,7 @@ class PatchedStack:
             refuse_compilation()
         refuse_what_cannot_be(module)
         self._refuse_other_layers()
+        session.begin_pass(self._stack, given.device)
         batch_size, num_tokens = given.shape[:2]
         if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
             session.skip_forward()
@@ -153,7 +166,7 @@ class PatchedStack:
             first_kept=choice.first_kept,
             kinds=self.kinds,
             require_host=session.require_host,
-            whole_layers=choice.whole_layers,
+            whole_layers=choice.whole_layers | self._given_up,
             observer=choice.observer,
             mark_phase=session.serving.mark,
         )

@@ -26,7 +26,7 @@ from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
 from memo_hf.forecasting.running import Held, describe_run, run_peaks
 from memo_hf.planner.budgets import device_budget_bytes
 from memo_hf.planner.layer_costs import Budgets, LayerCosts, predict
-from memo_hf.planner.plan import Measurement, PlanBook, Shape
+from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
 from memo_hf.planner.swap_fraction import SwapPlan, solve_swap_plan
 from memo_hf.profiler import Profile
 from memo_hf.swap import SwapEngine
@@ -36,6 +36,8 @@ logger = logging.getLogger("memo_hf")
 _USABLE_HOST = 0.95
 # Forward passes that may begin before the profiled one's backward has ended; then another is profiled.
 _PATIENCE = 8
+# Ranks tell each other this often before those that have a profile go on without those that have none.
+_ROUNDS = 3
 # A plan is made again where the device holds this much more than when it was made (optimizer states came).
 _GROWTH = 1.02
 
@@ -49,6 +51,23 @@ class Choice:
     first_kept: int
     whole_layers: frozenset[int] = frozenset()
     observer: Profile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerFacts:
+    """What the planner of one rank knows, for those of the others.
+
+    Attributes:
+        held: of the device's memory, whatever the shape.
+        device_bytes: of it that training may take.
+        measurement: of this rank's profiled step, or None before that.
+        book: measurement and plans of an earlier run, on the rank that reads them.
+    """
+
+    held: Held
+    device_bytes: float
+    measurement: Measurement | None
+    book: PlanBook | None
 
 
 class Planner:
@@ -78,6 +97,9 @@ class Planner:
         self._began: tuple[Shape, float] | None = None
         self._seconds: deque[float] = deque(maxlen=32)  # of the last steps, while their shape is the same
         self._host_bytes = 0.0
+        self._is_alone = True  # no other rank trains with this one, as far as it knows
+        self._num_agreed = 0
+        self._found: Measurement | None = None  # by this rank
         self.plan: SwapPlan | None = None
         self.choice = Choice(
             swap_fraction=config.swap_fraction or 0.0, rebuild_qkv=config.qkv == "rebuild", first_kept=self._first_kept
@@ -108,16 +130,13 @@ class Planner:
             self._seconds.append(now - began[1])
         if not self._solves:
             return self.choice
-        if engine.device.type == "cpu" and self._config.device_memory is None:
-            # Host and device share one memory here: swapping more would only copy more.
+        if not self._solves_on(engine.device):
             self.binding_limit = "CPU: fraction 0 takes the least memory; set device_memory to have it solved for"
             return self.choice
         self._host_bytes = _USABLE_HOST * host_bytes / self._num_stacks
-        self._read_device(engine.device)
-        if self._book is None:
-            self._book = self._load(engine.device)
-        if self._done is not None:
-            self._learn()
+        if self._is_alone:
+            self._set_device(*self._know(engine.device))
+            self._book.measurement = self._book.measurement or self._found
         if self._book.measurement is None:
             chosen = self._profiled(engine, shape, now)
             # Only the graph of the pass may hold the profile.
@@ -127,6 +146,46 @@ class Planner:
             self.plan = self._plan_for(shape)
             self.choice = self._as_choice(self.plan)
         return self.choice
+
+    def facts(self, device: torch.device, *, reads_plans: bool) -> PlannerFacts | None:
+        """What this rank knows, for `agree`; None where nothing is solved for. From now on nothing is decided alone.
+
+        Args:
+            reads_plans: this rank reads the plan file, for all.
+        """
+        if self._is_alone and self._book is not None:  # it has trained before the model was wrapped
+            self._found, self._book = self._book.measurement, None
+            self._made_at.clear()
+        self._is_alone = False
+        if not self._solves_on(device):
+            return None
+        held, device_bytes = self._know(device, reads_plans=reads_plans)
+        book = self._book if reads_plans and self._book.measurement is not None else None
+        return PlannerFacts(held=held, device_bytes=device_bytes, measurement=self._found, book=book)
+
+    def agree(self, facts: list[PlannerFacts | None]) -> None:
+        """Take what holds for every rank: the slowest and the largest of their profiles, the least of their memories.
+
+        Args:
+            facts: of all ranks, in the same order on each.
+        """
+        if None in facts:
+            if any(facts) and self._solves:
+                self._solves = False
+                self.binding_limit = "another rank has nothing to choose, so the swap fraction stays 0 on all"
+            return
+        self._num_agreed += 1
+        held = Held(max(f.held.static_bytes for f in facts), max(f.held.gradient_bytes for f in facts))
+        self._set_device(held, min(f.device_bytes for f in facts))
+        if self._book.measurement is not None:
+            return
+        books = [f.book for f in facts if f.book is not None]
+        found = [f.measurement for f in facts if f.measurement is not None]
+        if books:
+            self._book = books[0]
+        elif len(found) == len(facts) or found and self._num_agreed > _ROUNDS:
+            self._book.measurement = joint_measurement(found)
+            self._seconds.clear()
 
     @property
     def measurement(self) -> Measurement | None:
@@ -148,7 +207,9 @@ class Planner:
         whole = self._retreats == last and self._retreats > 0
         rebuilds = self._config.qkv == "rebuild" or self._retreats > 0
         profile = self._profile()
-        if profile is not None and self._waited < _PATIENCE:
+        if self._found is not None or self._done is not None:
+            profile = None  # measured; other ranks are not that far
+        elif profile is not None and self._waited < _PATIENCE:
             self._waited += 1
             profile = None
         else:
@@ -172,17 +233,17 @@ class Planner:
         """The profiled pass has been through backward. What it found is read later: a GPU may not be there yet."""
         self._done = (profile, shape, began)
 
-    def _learn(self) -> None:
+    def _learn(self, held: Held) -> None:
         profile, shape, began = self._done
         self._done = None
         layers = profile.costs(self._first_kept)
         to_host, to_device = profile.rates()
         rest = time.perf_counter() - began - profile.layers_seconds()
-        self._book.measurement = Measurement(
+        self._found = Measurement(
             shape=shape,
             layers=layers,
             windows=tuple(_window(self._layers[indices[0]]) for indices in profile.kinds),
-            static_bytes=self._static_bytes,
+            static_bytes=held.static_bytes + held.gradient_bytes,
             rest_seconds=max(0.0, rest),
             to_host_bytes_per_second=to_host,
             to_device_bytes_per_second=to_device,
@@ -270,7 +331,24 @@ class Planner:
             whole_layers=frozenset(whole),
         )
 
-    def _read_device(self, device: torch.device) -> None:
+    def _solves_on(self, device: torch.device) -> bool:
+        # On a CPU host and device share one memory: swapping more would only copy more.
+        return self._solves and (device.type != "cpu" or self._config.device_memory is not None)
+
+    def _know(self, device: torch.device, *, reads_plans: bool = True) -> tuple[Held, float]:
+        """Read what this rank can: plans, the profile where there is one, and the device's memory, as returned."""
+        held = self._read_device(device)
+        if self._book is None:
+            self._book = self._load(device) if reads_plans else PlanBook(self._fingerprint(device))
+        if self._done is not None:
+            self._learn(held[0])
+        return held
+
+    def _set_device(self, held: Held, device_bytes: float) -> None:
+        self._held, self._device_bytes = held, device_bytes
+        self._static_bytes = held.static_bytes + held.gradient_bytes
+
+    def _read_device(self, device: torch.device) -> tuple[Held, float]:
         """What the device holds whatever the shape, and what it may hold in all."""
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         if device.type == "cuda":
@@ -281,9 +359,8 @@ class Planner:
             held, limit = sum(p.nbytes for p in self._model.parameters()), float("inf")
             held += sum(p.grad.nbytes for p in parameters if p.grad is not None)
         asked = self._config.bytes_of("device_memory")
-        self._device_bytes = float(limit if asked is None else min(asked, limit))
-        self._held = Held(float(held), float(sum(p.nbytes for p in parameters if p.grad is None)))
-        self._static_bytes = self._held.static_bytes + self._held.gradient_bytes
+        gradients = float(sum(p.nbytes for p in parameters if p.grad is None))
+        return Held(float(held), gradients), float(limit if asked is None else min(asked, limit))
 
     # Plans on disk.
 

@@ -10,6 +10,7 @@ import logging
 import os
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import HostMemoryError, MemoError, UnsupportedModelError
+from memo_hf.joint import JointDecisions
 from memo_hf.layers.attention import register
 from memo_hf.layers.check import StackVerdict, Verdict, check_stack
 from memo_hf.layers.locate import Stack, find_stacks
@@ -110,6 +112,8 @@ class Session:
         self._undo_loss = None
         self._layers: list[LayerStats] = []
         self.host_budget_bytes: int | None = None
+        self.joint = JointDecisions(self)
+        self._stacks: list[PatchedStack] = []
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
         self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
@@ -140,12 +144,17 @@ class Session:
         return self.planners[0].choice.swap_fraction
 
     @property
+    def layers(self) -> tuple[LayerStats, ...]:
+        """Every decoder layer with its mode and the reason for it."""
+        return tuple(self._layers)
+
+    @property
     def stats(self) -> SessionStats:
         """Frozen figures of this moment."""
         traffic = self._engine.stats if self._engine else None
         swapped = traffic.swapped_bytes if traffic else 0
         return SessionStats(
-            layers=tuple(self._layers),
+            layers=self.layers,
             swap_fraction=self.swap_fraction,
             qkv="rebuild" if self.planners[0].choice.rebuild_qkv else "swap",
             strategy=self.planners[0].strategy,
@@ -194,6 +203,7 @@ class Session:
             self._undo_loss()
             self._undo_loss = None
         self._close_engine()
+        self.joint.close()
         self.serving.close()
         _sessions.pop(id(self.model), None)
 
@@ -209,6 +219,7 @@ class Session:
         layers = [layer for _, layer in stack.layers]
         self.planners.append(Planner(self.config, self.model, layers, attends=attends, share=share))
         patched = PatchedStack(self, stack, checked.layers, self.planners[-1])
+        self._stacks.append(patched)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
             self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
@@ -229,24 +240,37 @@ class Session:
         if self._engine is not None and self._engine.device != device:
             self._close_engine()
         if self._engine is None:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
-            others = self.config.bytes_of("host_memory_for_others") or 0
-            self.host_budget_bytes = host_budget_bytes(
-                self.config.host_memory_bytes, local_ranks=local_ranks, other_bytes=others
-            )
+            self.host_budget_bytes = self._host_budget_bytes()
             self._engine = SwapEngine(device, self.host_budget_bytes)
         return self._engine
+
+    def _host_budget_bytes(self) -> int:
+        if self.joint.host_share is not None:
+            return self.joint.host_share.num_bytes
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
+        others = self.config.bytes_of("host_memory_for_others") or 0
+        return host_budget_bytes(self.config.host_memory_bytes, local_ranks=local_ranks, other_bytes=others)
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
         """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
         needed = num_bytes_per_layer * num_layers
+        share = self.joint.host_share
+        whose = "this rank's budget" if share is None else f"the budget of rank {share.rank}, the least of all,"
         if self.host_budget_bytes is not None and needed > self.host_budget_bytes:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
                 f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
-                f"and this rank's budget is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
+                f"and {whose} is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
                 "Raise MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
+
+    def begin_pass(self, stack: Stack, device: torch.device) -> None:
+        """A training forward pass of `stack` begins, which may be too short to gain.
+
+        Of several stacks the last one counts: a vision tower does not run in each pass, the decoder does.
+        """
+        if stack.name == self._stacks[-1].name:
+            self.joint.begin_forward(device)
 
     def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int, shape: tuple[int, int]) -> None:
         """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
@@ -270,8 +294,23 @@ class Session:
 
     def fall_back(self, stack: Stack, reason: str) -> None:
         """From now on every layer of `stack` runs in layer mode."""
-        names = {name for name, _ in stack.layers}
-        self._layers = [LayerStats(s.name, "layer", reason) if s.name in names else s for s in self._layers]
+        self._note_whole({name: reason for name, _ in stack.layers})
+
+    def train_with(self, ranks: Sequence[int]) -> None:
+        """This model is trained together with these ranks of the default process group, which agree from the next
+        training forward pass on. Only for engines that leave no mark on the model (ZeRO-1 and 2); others are seen."""
+        self.joint.train_with(ranks)
+
+    def run_whole(self, reasons: dict[str, str]) -> None:
+        """From now on the layers named in `reasons` run in layer mode, for these reasons, of which it warns."""
+        for reason, number in Counter(reasons.values()).items():
+            logger.warning(f"memo_hf: {number} layers fall back to layer mode with those of other ranks: {reason}")
+        for stack in self._stacks:
+            stack.run_whole(set(reasons))
+        self._note_whole(reasons)
+
+    def _note_whole(self, reasons: dict[str, str]) -> None:
+        self._layers = [LayerStats(s.name, "layer", reasons[s.name]) if s.name in reasons else s for s in self._layers]
 
     def end_forward(self, stack: Stack, step: Step) -> None:
         """A training forward pass of `stack` is over. Says so, once, where it had nothing to swap."""
