@@ -20,7 +20,7 @@ from memo_hf.layers.check import Verdict, attention_configs
 from memo_hf.layers.documents import find_documents
 from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, layers_of
-from memo_hf.layers.refusals import refuse_compilation, refuse_what_cannot_be
+from memo_hf.layers.refusals import refuse_compilation, refuse_what_cannot_be, warn_of_hooks
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
@@ -49,6 +49,7 @@ class PatchedStack:
         self._configs = attention_configs(stack.module)
         self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
         self._running = threading.local()
+        self._has_warned_of_hooks = False
         self._given_up: set[int] = set()  # layers that pass the check here, and run whole as on another rank
         self.kinds = verdicts  # Layers built alike share theirs.
         self.attends = any(verdict.recipe is not None for verdict in verdicts)
@@ -82,6 +83,8 @@ class PatchedStack:
             refuse_compilation()
         refuse_what_cannot_be(module)
         self._refuse_other_layers()
+        if self.attends and not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = any(warn_of_hooks(layer, name) for name, layer in self._stack.layers)
         session.begin_pass(self._stack, given.device)
         batch_size, num_tokens = given.shape[:2]
         if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:

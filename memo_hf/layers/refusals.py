@@ -1,15 +1,21 @@
 """What cannot be on together with memo_hf: activation checkpointing, compilation, replicas. Says so, and what to do.
 
-Called by the session. Knows neither steps nor layers.
+Hooks inside of layers can be, and are warned of. Called by the session and the patched stack. Knows neither
+steps nor layers.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import nn
 
 from memo_hf.errors import ConfigError, UnsupportedModelError
 
+logger = logging.getLogger("memo_hf")
+# Whose hooks know what they do: they move, gather and cast parameters, and keep no activations.
+_KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "peft.", "deepspeed.", "memo_hf.")
 _COMPILED = (
     "torch.compile would trace memo_hf's copies and chunks once, and leave out what they do at run time. Train without "
     "torch.compile."
@@ -54,3 +60,25 @@ def refuse_compilation() -> None:
 def refuse_replicas() -> None:
     """Raise `UnsupportedModelError`. Stands in for the method by which nn.DataParallel makes replicas."""
     raise UnsupportedModelError(_REPLICAS)
+
+
+def warn_of_hooks(layer: nn.Module, name: str) -> bool:
+    """Warn where a module inside of `layer`, which runs per token, has forward hooks of the user's; whether it has.
+
+    Such a hook sees a chunk of tokens at a time, and again where the chunk is recomputed. A tensor that it keeps from a
+    chunk to be recomputed has no graph: a loss made from it would silently train nothing.
+    """
+    for child_name, child in layer.named_modules():
+        hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()] if child_name else ()
+        if any(not (_home_of(hook) + ".").startswith(_KNOWN_HOOKS) for hook in hooks):
+            logger.warning(
+                f"memo_hf: a forward hook on {name}.{child_name} is called for each chunk of tokens, and again where "
+                "one is recomputed; what it keeps from there gives no gradient. Hook the whole layer, or use "
+                "MemoConfig(mode='layer')"
+            )
+            return True
+    return False
+
+
+def _home_of(hook) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__
