@@ -57,13 +57,23 @@ def plain(model):
     yield contextlib.nullcontext()
 
 
+def switch_checkpointing(model, on: bool) -> None:
+    """By the older name of the switch, which TRL wraps too; newer transformers warn of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        if on:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+
+
 @contextlib.contextmanager
 def checkpointing(model):
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    switch_checkpointing(model, on=True)
     try:
         yield contextlib.nullcontext()
     finally:
-        model.activation_checkpointing_disable()
+        switch_checkpointing(model, on=False)
 
 
 @contextlib.contextmanager
@@ -82,14 +92,12 @@ def checkpointing_with_offload(model):
 @contextlib.contextmanager
 def selective_checkpointing(model):
     """TRL's own: attention outputs are kept on the device and everything else is recomputed."""
-    enable_selective_activation_checkpointing(model)  # Wraps the method below, on this model.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TRL wraps the older name of activation_checkpointing_enable.
-        model.gradient_checkpointing_enable()
+    enable_selective_activation_checkpointing(model)  # Wraps the switch, on this model.
+    switch_checkpointing(model, on=True)
     try:
         yield contextlib.nullcontext()
     finally:
-        model.activation_checkpointing_disable()
+        switch_checkpointing(model, on=False)
         del model.gradient_checkpointing_enable
 
 
