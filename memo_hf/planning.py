@@ -100,6 +100,7 @@ class Planner:
         self._is_alone = True  # no other rank trains with this one, as far as it knows
         self._num_agreed = 0
         self._found: Measurement | None = None  # by this rank
+        self.sequence_parallel = 1  # how many ranks share a sequence; shapes are of one of them
         self.plan: SwapPlan | None = None
         self.choice = Choice(
             swap_fraction=config.swap_fraction or 0.0, rebuild_qkv=config.qkv == "rebuild", first_kept=self._first_kept
@@ -119,7 +120,7 @@ class Planner:
         """How the forward pass that begins now runs.
 
         Args:
-            shape: of its batch.
+            shape: of its batch, with the tokens of this rank.
             host_bytes: the budget of this rank.
         """
         now = time.perf_counter()
@@ -192,9 +193,14 @@ class Planner:
         """What the profiled step found, once it has been read."""
         return None if self._book is None else self._book.measurement
 
+    @property
+    def _qkv(self) -> str | None:
+        """What may become of q, k and v; None: either. To rebuild them would take all-to-alls in backward."""
+        return "swap" if self.sequence_parallel > 1 else self._config.qkv
+
     def retreat(self) -> bool:
         """The host budget does not suffice for the pass to be profiled: whether a smaller one is left to try."""
-        levels = 1 if self._config.qkv == "swap" else 2
+        levels = 1 if self._qkv == "swap" else 2
         if not self._solves or (self._book is not None and self._book.measurement) or self._retreats >= levels:
             return False
         self._retreats += 1
@@ -203,9 +209,9 @@ class Planner:
 
     def _profiled(self, engine: SwapEngine, shape: Shape, now: float) -> Choice:
         """Fraction 0, under measurement unless an earlier pass's backward is still to come."""
-        last = 2 if self._config.qkv != "swap" else 1
+        last = 2 if self._qkv != "swap" else 1
         whole = self._retreats == last and self._retreats > 0
-        rebuilds = self._config.qkv == "rebuild" or self._retreats > 0
+        rebuilds = self._qkv == "rebuild" or (self._retreats > 0 and self.sequence_parallel == 1)
         profile = self._profile()
         if self._found is not None or self._done is not None:
             profile = None  # measured; other ranks are not that far
@@ -242,7 +248,7 @@ class Planner:
         self._found = Measurement(
             shape=shape,
             layers=layers,
-            windows=tuple(_window(self._layers[indices[0]]) for indices in profile.kinds),
+            windows=tuple(self._own_window(self._layers[indices[0]]) for indices in profile.kinds),
             static_bytes=held.static_bytes + held.gradient_bytes,
             rest_seconds=max(0.0, rest),
             to_host_bytes_per_second=to_host,
@@ -274,7 +280,7 @@ class Planner:
         layers, checkpoint_bytes = self._costs(shape)
         options = dict(
             rest_seconds=measured.rest_seconds_at(shape),
-            qkv=self._config.qkv,
+            qkv=self._qkv,
             checkpoint_device_bytes=checkpoint_bytes,
         )
         try:
@@ -287,14 +293,14 @@ class Planner:
         except (HostMemoryError, DeviceMemoryError) as error:
             logger.warning(f"memo_hf: no plan is predicted to fit, so the swap fraction stays 0: {error}")
             unlimited = dataclasses.replace(self._budgets(), host_bytes=float("inf"), device_bytes=float("inf"))
-            qkv = self._config.qkv or "rebuild"
+            qkv = self._qkv or "rebuild"
             plan = solve_swap_plan(layers, unlimited, **{**options, "qkv": qkv}, swap_fraction=0.0)
             return dataclasses.replace(plan, binding_limit=str(error))
 
     def _costs(self, shape: Shape) -> tuple[list[LayerCosts], float]:
         """The layers' costs at `shape`, with what the device holds at worst, and the peak of checkpointing."""
         layers = self._book.measurement.layers_at(shape)
-        run = describe_run(self._model, self._config, shape)
+        run = describe_run(self._model, self._config, shape, sequence_parallel=self.sequence_parallel)
         if run is None:
             # Not a model that the forecast describes: h of all layers, and one layer whole, with its gradients.
             at_work = max(c.whole_bytes("swap") + c.others_bytes for c in layers)
@@ -362,6 +368,11 @@ class Planner:
         gradients = float(sum(p.nbytes for p in parameters if p.grad is None))
         return Held(float(held), gradients), float(limit if asked is None else min(asked, limit))
 
+    def _own_window(self, layer: nn.Module) -> int | None:
+        """How far back the attention of `layer` looks, or None; of this rank's tokens, by which shapes are known."""
+        window = _window(layer)
+        return window and max(1, window // self.sequence_parallel)
+
     # Plans on disk.
 
     def _path(self) -> Path | None:
@@ -397,6 +408,7 @@ class Planner:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "device": torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.get_num_threads()} threads",
+            "ranks of a sequence": self.sequence_parallel,
             "ranks on this node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         }
 
@@ -412,7 +424,7 @@ class Planner:
         if self._began is None:
             return []
         shape, choice, found = self._began[0], self.choice, []
-        run = describe_run(self._model, self._config, shape, choice.swap_fraction)
+        run = describe_run(self._model, self._config, shape, choice.swap_fraction, self.sequence_parallel)
         if run is not None and not choice.whole_layers:
             qkv = "rebuild" if choice.rebuild_qkv else "swap"
             host, device, _ = run.figures(qkv, len(self._layers) - choice.first_kept, self._held)

@@ -28,6 +28,7 @@ from memo_hf.layers.roles import (
     playing,
     substituted,
 )
+from memo_hf.layers.sequence_parallel import without_all_to_alls
 from memo_hf.layers.token_mode import Recipe, TokenLayer
 from memo_hf.layers.unread import can_be_unread
 
@@ -75,7 +76,11 @@ def check_stack(stack: Stack) -> StackVerdict:
     layers = [layer for _, layer in stack.layers]
     kinds = [_kind(layer) for layer in layers]
     devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(stack.module):
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        _evaluating(stack.module),
+        without_all_to_alls(name),
+    ):
         try:
             own = _calls(stack, layers, kinds, name, {})
             after = _after_layers(stack, layers, own, name)

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.call import LayerCall, tensors_in
 from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
+from memo_hf.layers.sequence_parallel import AlongGradient
 from memo_hf.layers.step import ATTENTION, WHOLE, LayerRecord, Step
 from memo_hf.layers.tokenwise import Node, cut_into_chunks
 from memo_hf.layers.unread import unread
@@ -120,16 +121,12 @@ class TokenLayer:
             after_backward=record.begin_attend,
         )
         record.mark("forward project")
-        query, key, value, *passed = project.apply(hidden)
-        record.qkv_bytes = query.nbytes + key.nbytes + value.nbytes
+        *parts, hidden = (*project.apply(hidden), *(() if project.passes_input else (hidden,)))
         record.mark("forward attend")
         record.mark_phase(f"forward {index} attend")
         rebuilds = step.settings.rebuild_qkv and not record.group.keep and not chunks[-1].swapped
-        rebuilder = _Rebuilder(project, record, (query, key, value)) if rebuilds else None
-        with _AttentionSaves(record, rebuilder, constants).hooks():
-            attended = self._attend(step, seen, query, key, value)
-        del query, key, value
-        hidden = passed.pop() if passed else hidden
+        rebuilder = _Rebuilder(project, record, parts) if rebuilds else None
+        attended = self._attend(step, seen, parts, record, _AttentionSaves(record, rebuilder, constants))
         record.output_bytes = attended.nbytes
         record.mark("forward finish")
         record.mark_phase(f"forward {index} finish")
@@ -176,10 +173,23 @@ class TokenLayer:
         with unread([self.layer.get_submodule(path) for path in self.recipe.unread], fill):
             return self.finish(call, hidden, attended, start, stop, {})
 
-    def _attend(self, step: Step, seen: dict, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(
+        self, step: Step, seen: dict, parts: list[Tensor], record: LayerRecord, saves: _AttentionSaves
+    ) -> Tensor:
+        """The attention output from `parts`, queries, keys and values (batch, tokens, heads, d), which is emptied."""
         module, arguments = seen["module"], seen["arguments"]
         arguments = {name: self._own_parameter(item) for name, item in arguments.items()}
-        return step.attend(module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **arguments)
+        ranks = step.sequence
+        if ranks is not None:
+            parts = ranks.gather(parts)
+            saves.wait_for_output()
+        record.qkv_bytes = sum(part.nbytes for part in parts)
+        parts[:] = [part.transpose(1, 2) for part in parts]
+        with saves.hooks():
+            attended = step.attend_here(module, parts, **arguments)
+            if ranks is not None:
+                attended = ranks.scatter(attended, saves.stand_in_for(attended))
+        return attended
 
     def _own_parameter(self, item):
         """The layer's own parameter for the stand-in that a swapped chunk ran with (attention sinks)."""
@@ -232,6 +242,7 @@ class _AttentionSaves:
     def __init__(self, record: LayerRecord, rebuilder: _Rebuilder | None, stay: list[Tensor]):
         self._group, self._rebuilder = record.group, rebuilder
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
+        self._waiting: list[_Waiting] | None = None
 
     def hooks(self):
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -239,12 +250,60 @@ class _AttentionSaves:
     def _pack(self, tensor: Tensor):
         if tensor.untyped_storage()._cdata in self._stay or tensor.numel() == 0:
             return tensor
+        if self._waiting is not None:
+            self._waiting.append(_Waiting(tensor))
+            return self._waiting[-1]
         rebuilt = self._rebuilder and self._rebuilder.view_of(tensor)
         return rebuilt or self._group.put(tensor, turn=ATTENTION)
+
+    def wait_for_output(self) -> None:
+        """Put nothing yet: the attention output is not to be saved, and is known when the attention is through."""
+        self._waiting = []
+
+    def stand_in_for(self, output: Tensor) -> AlongGradient | None:
+        """What to read for `output` in backward, where it was saved; everything else that was is put now."""
+        along, waiting, self._waiting = None, self._waiting, None
+        for saved in waiting:
+            if saved.tensor.untyped_storage()._cdata == output.untyped_storage()._cdata:
+                along = along or AlongGradient()
+                saved.becomes(_OutputView(along, output, saved.tensor))
+            else:
+                saved.becomes(self._group.put(saved.tensor, turn=ATTENTION))
+        return along
 
     @staticmethod
     def _unpack(packed):
         return packed if isinstance(packed, Tensor) else packed.get()
+
+
+class _Waiting:
+    """A saved tensor of which is not known yet what becomes of it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor: Tensor | None = tensor
+
+    def becomes(self, packed) -> None:
+        self.tensor, self.get = None, packed.get
+
+
+class _OutputView:
+    """A view of the storage of the attention output, with the output's stand-in in its place."""
+
+    def __init__(self, along: AlongGradient, output: Tensor, saved: Tensor):
+        self._along, self._num_items = along, output.untyped_storage().nbytes() // output.element_size()
+        self._is_whole = output.is_contiguous() and output.numel() == self._num_items
+        self._output, self._saved = (
+            (tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in (output, saved)
+        )
+        along.num_readers += 1
+
+    def get(self) -> Tensor:
+        part = self._along.take()
+        if not self._is_whole:
+            whole = part.new_zeros(self._num_items)
+            whole.as_strided(*self._output).copy_(part)
+            part = whole
+        return part.as_strided(*self._saved)
 
 
 class _Rebuilder:
@@ -253,7 +312,7 @@ class _Rebuilder:
     Those of the swapped tokens are swapped too, as in the paper; those of the others are computed again.
     """
 
-    def __init__(self, project: Node, record: LayerRecord, outputs: tuple[Tensor, ...]):
+    def __init__(self, project: Node, record: LayerRecord, outputs: list[Tensor]):
         self._project, self._record = project, record
         self._swapped = project.num_swapped
         # Copied, or the whole tensors would move.
