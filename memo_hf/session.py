@@ -24,7 +24,7 @@ from memo_hf.layers.check import StackVerdict, Verdict, check_stack
 from memo_hf.layers.locate import Stack, find_stacks
 from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
-from memo_hf.layers.refusals import refuse_replicas, refuse_what_cannot_be
+from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
 from memo_hf.patched_stack import PatchedStack, enabled_layers
 from memo_hf.planner.budgets import host_budget_bytes
@@ -99,7 +99,8 @@ class Session:
         config: the settings.
 
     Raises:
-        UnsupportedModelError: no decoder layers, a compiled model, or one that is already enabled.
+        UnsupportedModelError: no decoder layers, a compiled model, one that is already enabled, or one that is split by
+            tensor parallelism.
         ConfigError: activation checkpointing is on as well.
         MemoError: the planned allocator is asked for and cannot be.
     """
@@ -120,6 +121,7 @@ class Session:
         self._has_warned_of_nothing = False
         register()
         refuse_what_cannot_be(model)
+        refuse_tensor_parallelism(model)
         stacks = find_stacks(model)
         if any(layer in enabled_layers for stack in stacks for _, layer in stack.layers):
             raise UnsupportedModelError(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from memo_hf.api import enable
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError
+from memo_hf.layers.refusals import CONTEXT_PARALLEL, TENSOR_PARALLEL
 
 # What these three prepare is sharded or moved by themselves, so a model is not put on the device before them.
 _PLACE_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -53,11 +54,13 @@ def refuse_conflicts(accelerator: Accelerator) -> None:
             "at run time. Turn it off: torch_compile=False for Trainer, dynamo_backend='no' for Accelerator"
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
-    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+    if parallelism is not None and parallelism.cp_enabled:
         raise ConfigError(
-            f"context or sequence parallelism is on (cp_size {parallelism.cp_size}, sp_size {parallelism.sp_size}): it "
-            "replaces the attention that memo_hf runs. Set both to 1 in ParallelismConfig"
+            f"context parallelism is on (cp_size={parallelism.cp_size}), whose ring attention cannot run: "
+            f"{CONTEXT_PARALLEL}"
         )
+    if parallelism is not None and parallelism.tp_enabled:
+        raise ConfigError(f"tensor parallelism is on (tp_size={parallelism.tp_size}): {TENSOR_PARALLEL}")
 
 
 @dataclass
@@ -80,7 +83,7 @@ class MemoAccelerator(Accelerator):
     opened, in the order of the models; `free_memory` and `end_training` close it.
 
     Raises:
-        ConfigError: the accelerator also checkpoints activations, compiles, or splits sequences.
+        ConfigError: the accelerator also checkpoints activations, compiles, or runs context or tensor parallelism.
         UnsupportedModelError: from `prepare`, for a model that memo_hf cannot run.
     """
 

@@ -1,4 +1,4 @@
-"""What cannot be on together with memo_hf: activation checkpointing, compilation, replicas. Says so, and what to do.
+"""What cannot be on together with memo_hf, such as activation checkpointing or compilation. Says so, and what to do.
 
 Hooks inside of layers can be, and are warned of. Called by the session and the patched stack. Knows neither
 steps nor layers.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from memo_hf.errors import ConfigError, UnsupportedModelError
 
@@ -26,11 +29,27 @@ _REPLICAS = (
 )
 
 
+CONTEXT_PARALLEL = (
+    "it is written for torch's scaled_dot_product_attention, which memo_hf does not call, and gives a rank tokens from "
+    "both ends of a sequence, where packed documents cannot be told apart. Share sequences with Ulysses instead: "
+    "ParallelismConfig(sp_backend='deepspeed', sp_size=...)"
+)
+TENSOR_PARALLEL = (
+    "its all-reduces are inside of the parts of a layer that memo_hf runs chunk by chunk, and again in backward, so "
+    "there would be several times as many of them. Share the weights with FSDP2 or ZeRO-3 instead, and long sequences "
+    "with ParallelismConfig(sp_backend='deepspeed', sp_size=...)"
+)
+
+
 def refuse_what_cannot_be(model: nn.Module) -> None:
     """Raise `ConfigError` or `UnsupportedModelError` where `model` has what memo_hf replaces, or cannot run.
 
     Asked when a model is enabled and at each forward pass, since both may come later.
     """
+    if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed.tensor"):
+        raise ConfigError(
+            f"the model runs within torch's context_parallel, whose ring attention cannot run: {CONTEXT_PARALLEL}."
+        )
     for name, module in model.named_modules():
         where = name or f"the {type(module).__name__}"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
@@ -48,6 +67,27 @@ def refuse_what_cannot_be(model: nn.Module) -> None:
                 f"activation checkpointing of {where} is on together with memo_hf, which replaces it. Turn it off: "
                 "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
                 "model.gradient_checkpointing_disable()."
+            )
+
+
+def refuse_tensor_parallelism(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` where weights are split over ranks that all work on the same tokens.
+
+    Asked when a model is enabled, since `from_pretrained` splits it. FSDP2 gathers its weights for each layer instead.
+    """
+    modules = list(model.modules())
+    size = next((size for module in modules if (size := getattr(module, "_tp_size", None) or 1) > 1), None)
+    if size is not None:
+        raise UnsupportedModelError(
+            f"the model was loaded with tensor parallelism over {size} ranks: {TENSOR_PARALLEL}."
+        )
+    if any(isinstance(module, FSDPModule) for module in modules):
+        return
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedModelError(
+                f"{name} is a DTensor ({parameter.placements} over {parameter.device_mesh}), and FSDP2 did not make it, "
+                f"so it is tensor or expert parallelism: {TENSOR_PARALLEL}."
             )
 
 
