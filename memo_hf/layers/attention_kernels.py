@@ -131,7 +131,8 @@ def attend(
         if pattern.chunk is not None and query.shape[2] > pattern.chunk:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends in chunks of {pattern.chunk} tokens and the ranks that share a "
-                f"sequence have {query.shape[2]}; memo_hf has no kernel for it. Train without memo_hf, or on shorter sequences"
+                f"sequence have {query.shape[2]}; memo_hf has no kernel for it. Train without memo_hf, or on shorter "
+                "sequences"
             )
         sliding_window = pattern.window
     if torch.is_autocast_enabled(query.device.type):

@@ -86,8 +86,8 @@ def refuse_tensor_parallelism(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedModelError(
-                f"{name} is a DTensor ({parameter.placements} over {parameter.device_mesh}), and FSDP2 did not make it, "
-                f"so it is tensor or expert parallelism: {TENSOR_PARALLEL}."
+                f"{name} is a DTensor ({parameter.placements} over {parameter.device_mesh}), and FSDP2 did not make "
+                f"it, so it is tensor or expert parallelism: {TENSOR_PARALLEL}."
             )
 
 
