@@ -1,5 +1,9 @@
 """Tensor and context parallelism are refused by name; FSDP2, whose weights are DTensors too, is not."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,11 +72,25 @@ def test_within_context_parallel():
         memo_hf.disable(model)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_loaded_with_a_tensor_parallel_plan(tmp_path, monkeypatch):
-    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=1).items():
-        monkeypatch.setenv(name, str(value))
-    tiny("llama").save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, tp_plan="auto").train()
-    with pytest.raises(UnsupportedModelError, match="tensor"):
+def worker(rank, folder):
+    """Loads the model with transformers' own plan, as two processes."""
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=1)
+    os.environ |= {name: str(value) for name, value in place.items()}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+    try:
         memo_hf.enable(model, MEMO)
+        found = "nothing"
+    except UnsupportedModelError as error:
+        found = str(error)
+    (Path(folder) / f"{rank}.txt").write_text(found)
+    dist.destroy_process_group()
+
+
+def test_loaded_with_a_tensor_parallel_plan(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        found = (tmp_path / f"{rank}.txt").read_text()
+        assert re.search("with tensor parallelism over 2 ranks: its all-reduces", found), found
