@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memo_hf.errors import UnsupportedModelError
+from memo_hf.layers.attention_saves import AttentionSaves, Rebuilder
 from memo_hf.layers.call import LayerCall, tensors_in
 from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
-from memo_hf.layers.sequence_parallel import AlongGradient
-from memo_hf.layers.step import ATTENTION, WHOLE, LayerRecord, Step
+from memo_hf.layers.step import WHOLE, LayerRecord, Step
 from memo_hf.layers.tokenwise import Node, cut_into_chunks
 from memo_hf.layers.unread import unread
 
@@ -125,8 +124,8 @@ class TokenLayer:
         record.mark("forward attend")
         record.mark_phase(f"forward {index} attend")
         rebuilds = step.settings.rebuild_qkv and not record.group.keep and not chunks[-1].swapped
-        rebuilder = _Rebuilder(project, record, parts) if rebuilds else None
-        attended = self._attend(step, seen, parts, record, _AttentionSaves(record, rebuilder, constants))
+        rebuilder = Rebuilder(project, record, parts) if rebuilds else None
+        attended = self._attend(step, seen, parts, record, AttentionSaves(record, rebuilder, constants))
         record.output_bytes = attended.nbytes
         record.mark("forward finish")
         record.mark_phase(f"forward {index} finish")
@@ -174,7 +173,7 @@ class TokenLayer:
             return self.finish(call, hidden, attended, start, stop, {})
 
     def _attend(
-        self, step: Step, seen: dict, parts: list[Tensor], record: LayerRecord, saves: _AttentionSaves
+        self, step: Step, seen: dict, parts: list[Tensor], record: LayerRecord, saves: AttentionSaves
     ) -> Tensor:
         """The attention output from `parts`, queries, keys and values (batch, tokens, heads, d), which is emptied."""
         module, arguments = seen["module"], seen["arguments"]
@@ -234,109 +233,3 @@ def _dtype_in_attention(tensor: Tensor) -> torch.dtype:
 
 def _is_below(path: str, others) -> bool:
     return any(path == other or path.startswith(other + ".") for other in others)
-
-
-class _AttentionSaves:
-    """Saved-tensor hooks of attend: everything that its autograd code saves is swapped by storage."""
-
-    def __init__(self, record: LayerRecord, rebuilder: _Rebuilder | None, stay: list[Tensor]):
-        self._group, self._rebuilder = record.group, rebuilder
-        self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
-        self._waiting: list[_Waiting] | None = None
-
-    def hooks(self):
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor):
-        if tensor.untyped_storage()._cdata in self._stay or tensor.numel() == 0:
-            return tensor
-        if self._waiting is not None:
-            self._waiting.append(_Waiting(tensor))
-            return self._waiting[-1]
-        rebuilt = self._rebuilder and self._rebuilder.view_of(tensor)
-        return rebuilt or self._group.put(tensor, turn=ATTENTION)
-
-    def wait_for_output(self) -> None:
-        """Put nothing yet: the attention output is not to be saved, and is known when the attention is through."""
-        self._waiting = []
-
-    def stand_in_for(self, output: Tensor) -> AlongGradient | None:
-        """What to read for `output` in backward, where it was saved; everything else that was is put now."""
-        along, waiting, self._waiting = None, self._waiting, None
-        for saved in waiting:
-            if saved.tensor.untyped_storage()._cdata == output.untyped_storage()._cdata:
-                along = along or AlongGradient()
-                saved.becomes(_OutputView(along, output, saved.tensor))
-            else:
-                saved.becomes(self._group.put(saved.tensor, turn=ATTENTION))
-        return along
-
-    @staticmethod
-    def _unpack(packed):
-        return packed if isinstance(packed, Tensor) else packed.get()
-
-
-class _Waiting:
-    """A saved tensor of which is not known yet what becomes of it."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor: Tensor | None = tensor
-
-    def becomes(self, packed) -> None:
-        self.tensor, self.get = None, packed.get
-
-
-class _OutputView:
-    """A view of the storage of the attention output, with the output's stand-in in its place."""
-
-    def __init__(self, along: AlongGradient, output: Tensor, saved: Tensor):
-        self._along, self._num_items = along, output.untyped_storage().nbytes() // output.element_size()
-        self._is_whole = output.is_contiguous() and output.numel() == self._num_items
-        self._output, self._saved = (
-            (tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in (output, saved)
-        )
-        along.num_readers += 1
-
-    def get(self) -> Tensor:
-        part = self._along.take()
-        if not self._is_whole:
-            whole = part.new_zeros(self._num_items)
-            whole.as_strided(*self._output).copy_(part)
-            part = whole
-        return part.as_strided(*self._saved)
-
-
-class _Rebuilder:
-    """Brings queries, keys and values back in backward, once for all that saved them.
-
-    Those of the swapped tokens are swapped too, as in the paper; those of the others are computed again.
-    """
-
-    def __init__(self, project: Node, record: LayerRecord, outputs: list[Tensor]):
-        self._project, self._record = project, record
-        self._swapped = project.num_swapped
-        # Copied, or the whole tensors would move.
-        first = [tensor[:, : self._swapped].clone() for tensor in outputs] if self._swapped else ()
-        self._handles = [record.group.put(tensor, turn=ATTENTION) for tensor in first]
-        self._positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(outputs)}
-
-    def view_of(self, tensor: Tensor) -> _RebuiltView | None:
-        position = self._positions.get(tensor.untyped_storage()._cdata)
-        return None if position is None else _RebuiltView(self, position, tensor)
-
-    def get(self, position: int) -> Tensor:
-        if not self._record.rebuilt:
-            rebuilt = self._project.again()
-            for tensor, handle in zip(rebuilt, self._handles, strict=False):
-                tensor[:, : self._swapped] = handle.get()
-            self._record.rebuilt.extend(rebuilt)
-        return self._record.rebuilt[position]
-
-
-class _RebuiltView:
-    def __init__(self, rebuilder: _Rebuilder, position: int, tensor: Tensor):
-        self._rebuilder, self._position = rebuilder, position
-        self._layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def get(self) -> Tensor:
-        return self._rebuilder.get(self._position).as_strided(*self._layout)
