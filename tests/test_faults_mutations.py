@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from memo_hf import patched_stack, session
-from memo_hf.layers import attention_saves, call, check, layer_mode, patch, refusals, step, token_mode, tokenwise
+from memo_hf.layers import attention_saves, call, check, layer_mode, patch, refusals, step, tokenwise
 from memo_hf.swap import cpu_threads, engine, group
 from tests import (
     test_faults_identity,

@@ -26,7 +26,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ParallelismConfig,
 )
-from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of
+from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of, relative_errors
 from peft import LoraConfig, get_peft_model
 from tiny_models import random_ids, tiny
 from torch import nn
@@ -188,6 +188,16 @@ def enabled_once_it_is_registered(rank):
             found = summed(gradients_of(model, loss_of(model, part_of(rank, batch), count_of(batch))))
             assert session.stats.swapped_bytes > 0
             return found
+
+
+def backward_twice(rank):
+    """Half the gradients of two backward passes through one graph."""
+    model, batch = llama(), whole_batch()
+    with ulysses(model), enabled(model, **vars(MEMO)):
+        loss = loss_of(model, part_of(rank, batch), count_of(batch))() / 2
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return summed({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
 def calls(rank, memo):
@@ -368,6 +378,7 @@ def everything(rank, folder):
     for name in CASES:
         yield name, functools.partial(by_hand, rank, name)
     yield "layer mode", functools.partial(enabled_once_it_is_registered, rank)
+    yield "backward twice", functools.partial(backward_twice, rank)
     for memo in (True, False):
         yield ("calls", memo), functools.partial(calls, rank, memo)
     yield "bytes", functools.partial(planned_bytes, rank)
@@ -442,8 +453,20 @@ def test_two_ranks_equal_one(ranks, name):
     assert_equal(ours, alone(name), 5e-2 if name == "bf16" else 1e-5)
 
 
-def test_layer_mode(ranks):
-    assert_equal(found_by(ranks, "layer mode")[0], alone())
+@pytest.mark.parametrize("name", ["layer mode", "backward twice"])
+def test_other_ways_of_one_step(ranks, name):
+    assert_equal(found_by(ranks, name)[0], alone())
+
+
+def test_bf16_is_as_close_to_fp32_as_without(ranks):
+    """The attention's backward reads a stand-in for its output, which is rounded too."""
+    model, batch = as_bf16().float(), whole_batch()
+    expected = gradients_of(model, loss_of(model, {**batch, "use_cache": False}, count_of(batch)))
+    errors = [
+        sum(relative_errors({**g, "random state": None}, expected).values())
+        for g in (found_by(ranks, "bf16")[0], alone("bf16"))
+    ]
+    assert errors[0] <= 1.2 * errors[1], errors
 
 
 def test_no_collective_beyond_plain_ulysses(ranks):  # case 81

@@ -59,7 +59,7 @@ def test_fully_sharded_weights_are_none_of_it():
     torch.testing.assert_close(ours[name].full_tensor(), expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_within_context_parallel():
+def test_within_context_parallel():  # case 84
     model, ids = tiny("llama"), random_ids(1, 32)
     loss = language_loss(model, ids)
     memo_hf.enable(model, MEMO)

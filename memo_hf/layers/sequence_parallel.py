@@ -136,7 +136,7 @@ class SequenceGroup:
             UnsupportedModelError: on every rank, where the batches of two ranks differ in shape.
         """
         mine = [batch, num_tokens, *(-1 if tensor is None else tensor.dim() for tensor in tensors)]
-        shapes = [shape.tolist() for shape in self._gathered(torch.tensor(mine, device=device))]
+        shapes = torch.stack(self._gathered(torch.tensor(mine, device=device))).tolist()
         for rank, shape in enumerate(shapes):
             if shape != shapes[0]:
                 raise UnsupportedModelError(
