@@ -220,6 +220,19 @@ def planned_bytes(rank):
     return found
 
 
+def solved(rank):
+    """What the planner measures in the first step and solves for afterwards."""
+    model, batch = llama(), whole_batch()
+    with ulysses(model), enabled(model, device_memory="1GiB", chunk_size=8) as session:
+        for _ in range(5):
+            loss_of(model, part_of(rank, batch), count_of(batch))().backward()
+        (planner,) = session.planners
+        costs = planner.measurement.layers[0]
+        bytes_of = dict(input=costs.input_bytes, output=costs.output_bytes, qkv=costs.qkv_bytes)
+        assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
+        return {**bytes_of, "treatment": planner.plan.qkv, "fraction": planner.plan.swap_fraction}
+
+
 def peaks(rank, num_ranks):
     """Peak device bytes of a step above what is there before it."""
     # Large enough for weight gradients and a kernel's buffers to be small beside what grows with the tokens.
@@ -380,6 +393,7 @@ def everything(rank, folder):
     yield "backward twice", functools.partial(backward_twice, rank)
     for memo in (True, False):
         yield ("calls", memo), functools.partial(calls, rank, memo)
+    yield "solved", functools.partial(solved, rank)
     yield "bytes", functools.partial(planned_bytes, rank)
     for num_ranks in (1, RANKS):
         if num_ranks > 1 or rank == 0:
@@ -479,6 +493,16 @@ def test_no_collective_beyond_plain_ulysses(ranks):  # case 81
 def test_forecast_of_swapped_bytes(ranks):
     for found in found_by(ranks, "bytes"):
         assert all(forecast == swapped > 0 for forecast, swapped in found.values()), found
+
+
+def test_plan_of_a_rank(ranks):
+    """Input, output with logsumexp, and q, k, v: of a rank's tokens, or of all tokens and its heads, which is as much."""
+    tokens, heads, kv_heads, width = TOKENS // RANKS, 4, 2, 8
+    one, other = found_by(ranks, "solved")
+    assert one == other and one["treatment"] == "swap"
+    assert one["input"] == 4 * tokens * heads * width
+    assert one["output"] == 4 * tokens * heads * (width + 1)
+    assert one["qkv"] == 4 * tokens * (heads + 2 * kv_heads) * width
 
 
 def test_memory_of_two_ranks(ranks):
