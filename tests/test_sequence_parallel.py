@@ -297,6 +297,15 @@ def sinks(rank):
     return per_head.grad, expected
 
 
+def test_heads_that_cannot_be_dealt_out():
+    ranks = SequenceGroup.__new__(SequenceGroup)
+    ranks.size = 2
+    with pytest.raises(
+        MemoError, match="3 attention heads with 3 key and value heads cannot be dealt out to the 2 ranks"
+    ):
+        ranks.gather([torch.zeros(1, 4, 3, 8)] * 3)
+
+
 def forget_states():
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -496,7 +505,7 @@ def test_forecast_of_swapped_bytes(ranks):
 
 
 def test_plan_of_a_rank(ranks):
-    """Input, output with logsumexp, and q, k, v: of a rank's tokens, or of all tokens and its heads, which is as much."""
+    """Input, output with logsumexp, and q, k, v: of its tokens, or of all tokens and its heads, which is as much."""
     tokens, heads, kv_heads, width = TOKENS // RANKS, 4, 2, 8
     one, other = found_by(ranks, "solved")
     assert one == other and one["treatment"] == "swap"
