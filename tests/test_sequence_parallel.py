@@ -297,15 +297,6 @@ def sinks(rank):
     return per_head.grad, expected
 
 
-def test_heads_that_cannot_be_dealt_out():
-    ranks = SequenceGroup.__new__(SequenceGroup)
-    ranks.size = 2
-    with pytest.raises(
-        MemoError, match="3 attention heads with 3 key and value heads cannot be dealt out to the 2 ranks"
-    ):
-        ranks.gather([torch.zeros(1, 4, 3, 8)] * 3)
-
-
 def forget_states():
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -560,3 +551,12 @@ def test_windows_are_of_a_ranks_own_tokens():
     layer = nn.Linear(1, 1)
     layer.sliding_window = 1024
     assert planner._own_window(layer) == 256
+
+
+def test_heads_that_cannot_be_dealt_out():
+    ranks = SequenceGroup.__new__(SequenceGroup)
+    ranks.size = 2
+    with pytest.raises(
+        MemoError, match="3 attention heads with 3 key and value heads cannot be dealt out to the 2 ranks"
+    ):
+        ranks.gather([torch.zeros(1, 4, 3, 8)] * 3)

@@ -74,8 +74,8 @@ def _engine_part(function: Callable):
         if hasattr(item, "process_group") and hasattr(item, "attn"):
             return item
     raise UnsupportedModelError(
-        f"{function.__module__}.{function.__qualname__} is DeepSpeed's sequence parallelism, but shows no process "
-        "group to memo_hf, which knows deepspeed 0.18.2 to 0.19. Train without memo_hf, or with one of those"
+        f"{function.__module__}.{function.__qualname__} is DeepSpeed's sequence parallelism, but does not show its "
+        "process group as deepspeed 0.19.8 does. Use that version, or train without memo_hf"
     )
 
 
