@@ -41,6 +41,7 @@ from memo_hf.errors import MemoError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.sequence_parallel import SequenceGroup
 from memo_hf.planning import Planner
+from memo_hf.swap.cpu_threads import CpuThreads
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
@@ -233,6 +234,13 @@ def solved(rank):
         return {**bytes_of, "treatment": planner.plan.qkv, "fraction": planner.plan.swap_fraction}
 
 
+def copied_at_once(threads, *args, own=CpuThreads._submit, **kwargs):
+    """A slow copy would keep memory, and what is measured would depend on the machine's load."""
+    copy = own(threads, *args, **kwargs)
+    threads.wait(copy)
+    return copy
+
+
 def peaks(rank, num_ranks):
     """Peak device bytes of a step above what is there before it."""
     # Large enough for weight gradients and a kernel's buffers to be small beside what grows with the tokens.
@@ -243,6 +251,7 @@ def peaks(rank, num_ranks):
     chunk = tokens // num_ranks // 16
     with (
         ulysses(model) if num_ranks > 1 else contextlib.nullcontext(),
+        mock.patch.object(CpuThreads, "_submit", copied_at_once),
         enabled(model, chunk_size=chunk, unswapped_layers=2, swap_fraction=0.0),
         AllocatorMeter(torch.device("cpu")) as meter,
     ):
