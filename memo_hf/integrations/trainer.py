@@ -62,6 +62,8 @@ class MemoTrainerMixin:
         config = self.memo_config
         if config.plan_file is None and config.swap_fraction is None and self.args.output_dir:
             config = dataclasses.replace(config, plan_file=os.path.join(self.args.output_dir, "memo_plan.json"))
+        # As the loop itself does first: it ends DeepSpeed's engine of the loop before, which is still on the model.
+        self.accelerator.free_memory()
         self.memo_session = session = enable(self.model, config)
         self._memo_checked = False
         try:
