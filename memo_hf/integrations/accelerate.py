@@ -125,8 +125,9 @@ class MemoAccelerator(Accelerator):
             session.close()
 
     def free_memory(self, *objects):
+        objects = super().free_memory(*objects)  # first: an engine of DeepSpeed's has its hooks on the layers
         self._close_sessions()
-        return super().free_memory(*objects)
+        return objects
 
     def end_training(self):
         self._close_sessions()

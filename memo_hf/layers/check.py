@@ -78,7 +78,11 @@ def check_stack(stack: Stack) -> StackVerdict:
     kinds = [_kind(layer) for layer in layers]
     needed = _parameters_needed(stack, layers, kinds)
     devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(stack.module), gathered(needed):
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        _evaluating(stack.module),
+        gathered(needed),
+    ):
         try:
             own = _calls(stack, layers, kinds, name, {})
             after = _after_layers(stack, layers, own, name)
@@ -127,7 +131,8 @@ def _kind(layer: nn.Module) -> tuple:
             tuple(
                 (key, item)
                 for key, item in sorted(vars(module).items())
-                if isinstance(item, simple) and key not in ("layer_idx", "training", "layer_index")
+                if isinstance(item, simple)
+                and key not in ("layer_idx", "training", "layer_index")
                 and not key.startswith(_OF_ZERO)
             ),
             patched(module),

@@ -92,13 +92,12 @@ def _let_input_need_gradient(layer: nn.Module, args: tuple):
 
 
 def refuse_late_enabling(layers: list[tuple[str, nn.Module]]) -> None:
-    """Raise `UnsupportedModelError` where a ZeRO-3 engine has its hooks on `layers`, given as (name, layer), already."""
+    """Raise `UnsupportedModelError` where a ZeRO-3 engine already has its hooks on `layers`, given as (name, layer)."""
     for name, layer in layers:
         if _has_engine_hooks(layer):
             raise UnsupportedModelError(
-                f"DeepSpeed ZeRO-3 has been initialised on {name} already, and gathers its parameters linear by linear. "
-                "Call memo_hf.enable(model) before deepspeed.initialize(model=model), which lets memo_hf mark the layers "
-                "as leaf modules"
+                f"DeepSpeed ZeRO-3 has been initialised on {name} already, and its hooks are in the way of memo_hf's check "
+                "of the layers. Call memo_hf.enable(model) before deepspeed.initialize(model=model)"
             )
 
 
@@ -107,9 +106,9 @@ def refuse_no_leaf(name: str, layer: nn.Module) -> None:
     if getattr(layer, "_z3_leaf", False) or not any(map(is_partitioned, layer.parameters())):
         return
     raise UnsupportedModelError(
-        f"DeepSpeed ZeRO-3 gathers the parameters of {name} linear by linear, and memo_hf needs them for the whole layer. "
-        f'Add "leaf_module": {{"classes": ["{type(layer).__name__}"]}} to "zero_optimization" in the DeepSpeed config, or '
-        "import deepspeed before memo_hf.enable, which then does the same"
+        f"DeepSpeed ZeRO-3 gathers the parameters of {name} one module at a time, and memo_hf needs them for the whole "
+        f'layer. Add "leaf_module": {{"classes": ["{type(layer).__name__}"]}} to "zero_optimization" in the DeepSpeed '
+        "config, or import deepspeed before memo_hf.enable, which then does the same"
     )
 
 
@@ -127,8 +126,8 @@ def refuse_settings() -> None:
     on = sorted(name for name, value in section.items() if value and name != "profile")
     if on:
         raise ConfigError(
-            f'"activation_checkpointing" in the DeepSpeed config sets {on}, and would recompute all that memo_hf swaps. '
-            'Remove "activation_checkpointing" from it'
+            f'"activation_checkpointing" in the DeepSpeed config sets {on}, and would recompute all that memo_hf '
+            'swaps. Remove "activation_checkpointing" from it'
         )
 
 
