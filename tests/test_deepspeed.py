@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed_cases import CASES, IDS, MEMO, RANKS, full, worker
+from deepspeed_cases import CASES, IDS, RANKS, full, worker
 from exactness import assert_close, gradients_of, language_loss
 
 import memo_hf
 from memo_hf.layers import zero
-from memo_hf.planner import budgets
 
 pytestmark = [
     # peft asks a model by a name that newer transformers have replaced.
@@ -66,8 +65,12 @@ def test_two_processes_equal_one(ranks, name):
 def test_no_collective_beyond_those_of_the_engine(ranks, name):
     """With layers as leaf modules in both runs. Nothing is reused where ZeRO-3 is told so, and each gather counts."""
     for ours, control in zip(found_by(ranks, (name, True)), found_by(ranks, (name, False)), strict=True):
-        assert sum(ours["calls"].values()) > 0
-        assert ours["calls"] == control["calls"]
+        ours, control = ours["calls"], control["calls"]
+        if "ZeRO-3, LoRA" in name:  # memo_hf lets the layers' inputs need gradients, and not the embeddings' output
+            assert ours.keys() == control.keys() and all(ours[call] <= control[call] for call in control)
+        else:
+            assert ours == control
+        assert ours["all_gather_into_tensor"] > 0
 
 
 def test_initialize_without_accelerate(ranks):
@@ -121,6 +124,25 @@ def test_refusals(ranks, refused, words):
 
 def offloading(monkeypatch, **zero_optimization):
     monkeypatch.setattr(zero, "deepspeed_config", lambda: {"zero_optimization": zero_optimization})
+
+
+def test_what_has_been_offloaded_already_is_not_counted_twice(monkeypatch):
+    offloading(monkeypatch, stage=2, offload_optimizer={"device": "cpu"})
+    free = SimpleNamespace(free_bytes=2**30)
+    monkeypatch.setattr("memo_hf.session.read_host_memory", lambda: free)
+    model = full()
+    offloaded = 16 * sum(p.numel() for p in model.parameters())
+    for settings, expected in (
+        ({}, [offloaded, offloaded - 1000, 0]),
+        ({"host_memory": "1GiB"}, [offloaded] * 3),  # a budget set by hand is not what is free now
+        ({"host_memory_for_others": "7"}, [7] * 3),
+    ):
+        session = memo_hf.enable(model, memo_hf.MemoConfig(**settings))
+        for taken, bytes_to_come in zip((0, 1000, 2 * offloaded), expected, strict=True):
+            free.free_bytes = 2**30 - taken
+            assert session.host_bytes_for_others() == bytes_to_come
+        free.free_bytes = 2**30
+        session.close()
 
 
 def test_offloaded_bytes_are_those_of_one_node(monkeypatch):

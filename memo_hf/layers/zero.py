@@ -96,7 +96,7 @@ def refuse_late_enabling(layers: list[tuple[str, nn.Module]]) -> None:
     for name, layer in layers:
         if _has_engine_hooks(layer):
             raise UnsupportedModelError(
-                f"DeepSpeed ZeRO-3 has been initialised on {name} already, and its hooks are in the way of memo_hf's check "
+                f"DeepSpeed ZeRO-3 has been initialised on {name} already, and its hooks are in the way of the check "
                 "of the layers. Call memo_hf.enable(model) before deepspeed.initialize(model=model)"
             )
 
