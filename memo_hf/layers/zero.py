@@ -114,7 +114,7 @@ def refuse_no_leaf(name: str, layer: nn.Module) -> None:
 
 def _has_engine_hooks(layer: nn.Module) -> bool:
     return any(
-        getattr(hook, "__module__", "").startswith("deepspeed.")
+        getattr(hook, "__module__", "").startswith("deepspeed.runtime.zero.")
         for module in layer.modules()
         for hook in module._forward_pre_hooks.values()
     )
