@@ -46,7 +46,7 @@ class MemoConfig:
     host_memory_for_others: str | None = _option(
         None,
         "Host memory of this node that others will still take, for example an offloaded optimizer: '60GiB'. It is "
-        "taken off what activations may use. Not set: nothing.",
+        "taken off what activations may use. Not set: what the DeepSpeed config offloads to the CPU, else nothing.",
     )
     device_memory: str | None = _option(
         None,

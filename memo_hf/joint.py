@@ -113,7 +113,7 @@ class JointDecisions:
     def _facts(self, device: torch.device) -> _Facts:
         session, config = self._session(), self._session().config
         if self._node is None:
-            others = config.bytes_of("host_memory_for_others") or 0
+            others = session.host_bytes_for_others()
             node_bytes = host_budget_bytes(config.host_memory_bytes, other_bytes=others)
             self._node = (socket.gethostname(), node_bytes)
         reads_plans = self._agreement.rank == self._agreement.ranks[0]

@@ -27,6 +27,7 @@ from memo_hf.layers.sequence_parallel import SequenceGroup, sequence_group
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
 from memo_hf.layers.token_module import TokenModule
+from memo_hf.layers.zero import refuse_no_leaf
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.plan import Shape
 from memo_hf.planning import Planner
@@ -151,6 +152,7 @@ class PatchedStack:
                 raise UnsupportedModelError(
                     f"{name} was put there after memo_hf was enabled; call memo_hf.disable(model) and enable it again"
                 )
+            refuse_no_leaf(name, layer)
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config

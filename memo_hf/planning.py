@@ -24,6 +24,7 @@ import memo_hf
 from memo_hf.config import MemoConfig
 from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
 from memo_hf.forecasting.running import Held, describe_run, run_peaks
+from memo_hf.layers.zero import full_shape, held_bytes
 from memo_hf.planner.budgets import device_budget_bytes
 from memo_hf.planner.layer_costs import Budgets, LayerCosts, predict
 from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
@@ -362,7 +363,7 @@ class Planner:
             free, total = torch.cuda.mem_get_info(device)
             limit = device_budget_bytes(free + torch.cuda.memory_reserved(device), total_bytes=total)
         else:
-            held, limit = sum(p.nbytes for p in self._model.parameters()), float("inf")
+            held, limit = sum(held_bytes(p) for p in self._model.parameters()), float("inf")
             held += sum(p.grad.nbytes for p in parameters if p.grad is not None)
         asked = self._config.bytes_of("device_memory")
         gradients = float(sum(p.nbytes for p in parameters if p.grad is None))
@@ -399,8 +400,8 @@ class Planner:
         on_cuda = device.type == "cuda"
         return {
             "model": type(self._model).__name__,
-            "parameters": sum(p.numel() for p in self._model.parameters()),
-            "trainable parameters": sum(p.numel() for p in self._model.parameters() if p.requires_grad),
+            "parameters": sum(full_shape(p).numel() for p in self._model.parameters()),
+            "trainable parameters": sum(full_shape(p).numel() for p in self._model.parameters() if p.requires_grad),
             "layers": len(self._layers),
             "dtype": str(next(self._layers[0].parameters()).dtype),
             **settings,

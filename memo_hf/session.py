@@ -26,8 +26,9 @@ from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
 from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
+from memo_hf.layers.zero import Leaves, offloaded_bytes, refuse_late_enabling, refuse_settings
 from memo_hf.patched_stack import PatchedStack, enabled_layers
-from memo_hf.planner.budgets import host_budget_bytes
+from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
 from memo_hf.planning import Planner
 from memo_hf.report.summary import summary
 from memo_hf.serving import Serving, ServingStats
@@ -111,6 +112,7 @@ class Session:
         self._patches: list[Patch] = []
         self.planners: list[Planner] = []
         self._undo_loss = None
+        self._leaves: Leaves | None = None
         self._layers: list[LayerStats] = []
         self.host_budget_bytes: int | None = None
         self.joint = JointDecisions(self)
@@ -122,14 +124,19 @@ class Session:
         register()
         refuse_what_cannot_be(model)
         refuse_tensor_parallelism(model)
+        refuse_settings()
         stacks = find_stacks(model)
-        if any(layer in enabled_layers for stack in stacks for _, layer in stack.layers):
+        layers = [layer for stack in stacks for layer in stack.layers]
+        refuse_late_enabling(layers)
+        if any(layer in enabled_layers for _, layer in layers):
             raise UnsupportedModelError(
                 f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
                 "model that it was enabled on first"
             )
+        self._host_bytes_before = read_host_memory().free_bytes if self._offloaded_bytes() else 0
         self.serving = Serving(model, config)
         try:
+            self._leaves = Leaves([layer for _, layer in layers])
             for index, stack in enumerate(stacks):
                 self._install(stack, share=(index, len(stacks)))
             if config.chunked_loss:
@@ -204,6 +211,9 @@ class Session:
         if self._undo_loss:
             self._undo_loss()
             self._undo_loss = None
+        if self._leaves:
+            self._leaves.undo()
+            self._leaves = None
         self._close_engine()
         self.joint.close()
         self.serving.close()
@@ -250,8 +260,21 @@ class Session:
         if self.joint.host_share is not None:
             return self.joint.host_share.num_bytes
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
-        others = self.config.bytes_of("host_memory_for_others") or 0
+        others = self.host_bytes_for_others()
         return host_budget_bytes(self.config.host_memory_bytes, local_ranks=local_ranks, other_bytes=others)
+
+    def host_bytes_for_others(self) -> int:
+        """Host bytes of this node that others will still take: as set, or what DeepSpeed offloads to."""
+        declared = self.config.bytes_of("host_memory_for_others")
+        offloaded = self._offloaded_bytes() if declared is None else declared
+        if declared is not None or not offloaded or self.config.host_memory_bytes is not None:
+            return offloaded  # A budget set by hand is not what is free now.
+        taken = max(0, self._host_bytes_before - read_host_memory().free_bytes)
+        return max(0, offloaded - taken)
+
+    def _offloaded_bytes(self) -> int:
+        ranks, local_ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return offloaded_bytes(self.model.parameters(), ranks=ranks, local_ranks=local_ranks)
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
         """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
