@@ -268,12 +268,13 @@ class RowJob:
 
     def forward(self):
         def chunks():
-            return torch.cat(
-                [
-                    self.function(self.evaluate(self.call.forward(self.call.rows(rows))), *args)
-                    for rows, *args in self._chunks()
-                ]
-            )
+            with self.call.leaves(trainable=False):
+                return torch.cat(
+                    [
+                        self.function(self.evaluate(self.call.forward(self.call.rows(rows))), *args)
+                        for rows, *args in self._chunks()
+                    ]
+                )
 
         with torch.no_grad():
             return self.call.run(chunks)
