@@ -89,7 +89,7 @@ class Agreement:
             try:
                 self._store.wait(keys, max(seconds, timedelta(milliseconds=1)))
                 return
-            except dist.DistStoreError:
+            except RuntimeError:  # of a kind that differs between stores; one that is gone fails below as well
                 missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])]
                 if not missing:
                     return

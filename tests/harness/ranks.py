@@ -6,8 +6,10 @@ A test module names its cases in `CASES`, functions of the rank; `run_on_ranks` 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import os
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +42,7 @@ def _work(rank: int, module: str, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, never used: the group is there
     os.chdir(folder)
+    faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     warnings.simplefilter("ignore")
     found: dict = {}
@@ -48,6 +51,7 @@ def _work(rank: int, module: str, folder: str) -> None:
             found[name] = case(rank)
         except Exception as error:  # of one case, which its own test shows
             found[name] = error
+            traceback.print_exc()
         outcomes = [None] * RANKS
         dist.all_gather_object(outcomes, isinstance(found[name], Exception))
         if len(set(outcomes)) > 1:  # The ranks are apart, and would stay so.
