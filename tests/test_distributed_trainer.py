@@ -27,7 +27,7 @@ from memo_hf.errors import ConfigError
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 MEMO = MemoConfig(swap_fraction=0.5, qkv="rebuild", unswapped_layers=1, chunk_size=32)
-STEPS, ROWS = 3, 2  # of a training run, and of a micro-batch
+STEPS, ROWS = 2, 2  # of a training run, and of a micro-batch
 IDS = random_ids(2 * STEPS * ROWS * RANKS, 37)
 LABELS = IDS.clone()
 for row in range(len(LABELS)):  # rows with few labels and with many: a mean of means would be another number
@@ -45,6 +45,16 @@ def lora():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def loaded_by_rank_zero():
+    """As transformers leaves a checkpoint on the other ranks where FSDP is to send the weights there."""
+    model = full()
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
     return model
 
 
@@ -108,6 +118,7 @@ def trained(make, arguments, rank, *, memo):
     if memo:
         stats = made.memo_stats
         assert stats.swapped_bytes == stats.planned_bytes > 0 and not stats.stock_forwards
+        assert {layer.mode for layer in stats.layers} == {"token"}
         assert stats.forwards == STEPS * arguments.get("gradient_accumulation_steps", 1)
     return gradients.of_steps
 
@@ -124,6 +135,7 @@ TRAINED = {
     "FSDP2, tied weights": (tied, fsdp()),  # case 65
     "FSDP2, LoRA": (lora, fsdp()),
     "FSDP2, parameters on the host": (full, dict(on_host=True, **fsdp())),
+    "FSDP2, loaded by rank 0": (loaded_by_rank_zero, fsdp(cpu_ram_efficient_loading=True)),
     "FSDP2, bf16": (full, dict(bf16=True, **fsdp())),
 }
 

@@ -126,6 +126,17 @@ def planned(rank):
     return found
 
 
+def joined(rank):
+    """Rank 1 has a batch more, which DDP's `join` allows."""
+    model = full()
+    with enabled(model, **SETTINGS) as session:
+        wrapped = DistributedDataParallel(model)
+        with wrapped.join():
+            for _ in range(3 + rank):
+                mean_over_ranks(wrapped, rank).backward()
+        return session.stats.forwards, session.joint.ranks
+
+
 def absent(rank):
     """Both build the model, and one of them never trains it. DDP's own broadcast of buffers would wait before us."""
     wrapped = DistributedDataParallel(model := full(), broadcast_buffers=False)
@@ -160,6 +171,7 @@ CASES = {
     "settings differ": settings_differ,
     "short of host memory": short_of_host_memory,
     "planned": planned,
+    "joined": joined,
     "absent": absent,
 }  # fmt: skip
 
@@ -233,6 +245,10 @@ def test_all_plan_from_the_slowest_and_the_least(ranks):
     # Rank 0 reads its plan file for all; rank 1 has none.
     assert first_again["measured_at_once"] == second_again["measured_at_once"] == measured
     assert first_again["plan"] == second_again["plan"] == first["plan"]
+
+
+def test_ranks_with_more_batches_than_others_do_not_wait(ranks):
+    assert result(ranks, "joined") == [(3, None), (4, None)]
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):

@@ -6,6 +6,7 @@ case also runs without memo_hf, which may issue no fewer collectives.
 
 import contextlib
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -125,13 +126,22 @@ def run(name, rank, *, memo):
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(enabled(model, **settings)) if memo else None
         wrapped = wrap(model)
+        ready = Counter()
+        for key, parameter in model.named_parameters():
+            if memo and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, key=key: ready.update([key]))
         for _ in range(2):  # the second step shows that the first left nothing
             wrapped.zero_grad()
+            ready.clear()
             with counted_collectives() as collectives:
                 backward(wrapped, ids)
             if memo:
                 assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
                 assert_nothing_on_host(session)
+                if backward is one_backward:
+                    assert set(ready.values()) == {1}  # cases 71 and 72
+                if settings is LAYER_MODE:  # each layer that is not kept sends its input, and nothing else
+                    assert session.stats.swapped_bytes == (LAYERS - 1) * ids.numel() * 32 * 4  # case 64
                 assert tuple(session.joint.ranks) == tuple(range(RANKS))
         if "tied" in name:
             assert model.lm_head.weight is model.model.embed_tokens.weight  # case 65

@@ -1,4 +1,4 @@
-"""Two real processes over gloo that run all cases of a test module once, and what they need to be what they claim.
+"""Two real processes over gloo that run all cases of test modules once, and what they need to be what they claim.
 
 A test module names its cases in `CASES`, functions of the rank; `run_on_ranks` returns what each returned or raised.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import gc
 import importlib
 import os
+import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -22,9 +25,33 @@ RANKS = 2
 
 
 def run_on_ranks(module: str, folder: Path) -> list[dict]:
-    """For each rank, by name of the case, what it returned, or the exception that it raised."""
-    torch.multiprocessing.spawn(_work, (module, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    """For each rank, by name of the case in `module`, what it returned, or the exception that it raised.
+
+    The processes, which take seconds to start, stay for the next module; where one of them ends, others come.
+    """
+    processes, queues = _pair()
+    for queue in queues:
+        queue.put((module, str(folder)))
+    paths = [folder / f"{rank}.pt" for rank in range(RANKS)]
+    try:
+        while not all(path.exists() for path in paths):
+            processes.join(timeout=0.1)
+    except Exception:
+        _pair.cache_clear()
+        raise
+    found = [torch.load(path, weights_only=False) for path in paths]
+    if len(found[0]) < len(importlib.import_module(module).CASES):  # They are apart since.
+        _pair.cache_clear()
+        for process in processes.processes:
+            process.terminate()
+    return found
+
+
+@functools.cache
+def _pair():
+    queues = [torch.multiprocessing.get_context("spawn").SimpleQueue() for _ in range(RANKS)]
+    meeting_place = str(Path(tempfile.mkdtemp(), "meet"))
+    return torch.multiprocessing.spawn(_work, (queues, meeting_place), nprocs=RANKS, join=False, daemon=True), queues
 
 
 def result(found: list[dict], name: str) -> list:
@@ -37,27 +64,38 @@ def result(found: list[dict], name: str) -> list:
     return [told[name] for told in found]
 
 
-def _work(rank: int, module: str, folder: str) -> None:
+def _work(rank: int, queues: list, meeting_place: str) -> None:
+    """One of the processes: runs modules as they are asked for, until the tests end."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, never used: the group is there
-    os.chdir(folder)
-    faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=RANKS)
     warnings.simplefilter("ignore")
+    while True:
+        module, folder = queues[rank].get()
+        faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
+        os.chdir(folder)
+        cases = importlib.import_module(module).CASES
+        gc.freeze()  # Trainer collects garbage at every end, and would go through all that was imported.
+        found = _outcomes(cases, rank)
+        torch.save(found, f"{rank}.part")
+        os.replace(f"{rank}.part", f"{rank}.pt")
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _outcomes(cases: dict, rank: int) -> dict:
     found: dict = {}
-    for name, case in importlib.import_module(module).CASES.items():
+    for name, case in cases.items():
         try:
             found[name] = case(rank)
         except Exception as error:  # of one case, which its own test shows
             found[name] = error
             traceback.print_exc()
-        outcomes = [None] * RANKS
-        dist.all_gather_object(outcomes, isinstance(found[name], Exception))
-        if len(set(outcomes)) > 1:  # The ranks are apart, and would stay so.
-            break
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+        failed = [None] * RANKS
+        dist.all_gather_object(failed, isinstance(found[name], Exception))
+        if len(set(failed)) > 1:
+            break  # The ranks are apart, and would stay so.
+    return found
 
 
 @contextlib.contextmanager
