@@ -89,11 +89,12 @@ class Agreement:
             try:
                 self._store.wait(keys, max(seconds, timedelta(milliseconds=1)))
                 return
-            except dist.DistStoreError:
+            except RuntimeError:  # of a kind that differs between stores; one that is gone fails below as well
                 missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])]
                 if not missing:
                     return
-            logger.warning(f"memo_hf: rank {self.rank} waits for {_named(missing)} at {what}")
+            if seconds is first:
+                logger.warning(f"memo_hf: rank {self.rank} waits for {_named(missing)} at {what}")
         raise RankError(
             f"{_named(missing)} did not come to {what} within {self._timeout.total_seconds():g} s, where rank "
             f"{self.rank} waits: dead, or training another model or another number of batches. Look at its own output; "
@@ -118,11 +119,13 @@ def ranks_training(model: nn.Module) -> list[int] | None:
     """The ranks that train `model` with this one, asked for in its forward pass; None where nobody else is known to.
 
     Known are DDP, FSDP2, tensor parallelism and ZeRO-3. ZeRO-1 and 2 leave no mark on the model: whoever sets them up
-    says so (`Session.train_with`).
+    says so (`Session.train_with`). Within DDP's `join` each rank is on its own: one may have more batches than others.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     replicas = DistributedDataParallel._get_active_ddp_module()
+    if replicas is not None and replicas._join_config.enable:
+        return None
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None and replicas is None:
         ranks = mesh.mesh.flatten().tolist()

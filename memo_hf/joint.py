@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import memo_hf
 from memo_hf.agreement import Agreement, ranks_training, require_same
 from memo_hf.config import MemoConfig
+from memo_hf.errors import HostMemoryError
 from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planning import PlannerFacts
 
@@ -39,7 +40,9 @@ class _Facts:
 
     settings: dict
     whole_layers: dict[str, str]  # in layer mode: name and reason
-    host: tuple[str, int]  # name of the node, and its bytes for all of its ranks
+    node: str
+    node_bytes: int  # of host memory, for all of its ranks; 0 with the reason beside it where none is left
+    why_none: str
     planners: list[PlannerFacts]
 
 
@@ -65,7 +68,7 @@ class JointDecisions:
         self._session = weakref.ref(session)
         self._ranks: Sequence[int] | None = None
         self._agreement: Agreement | None = None
-        self._node: tuple[str, int] | None = None
+        self._node: tuple[str, int, str] | None = None
         self._passes, self._has_stepped, self._knows_of_step = 0, False, False
         self._remove_hook = lambda: None
         self.host_share: HostShare | None = None
@@ -85,6 +88,7 @@ class JointDecisions:
 
         Raises:
             RankError: ranks disagree, or one does not come.
+            HostMemoryError: one has no host memory left.
         """
         session = self._session()
         if self._agreement is None:
@@ -113,14 +117,15 @@ class JointDecisions:
     def _facts(self, device: torch.device) -> _Facts:
         session, config = self._session(), self._session().config
         if self._node is None:
-            others = session.host_bytes_for_others()
-            node_bytes = host_budget_bytes(config.host_memory_bytes, other_bytes=others)
-            self._node = (socket.gethostname(), node_bytes)
+            self._node = _node(config, session.host_bytes_for_others())
+        node, node_bytes, why_none = self._node
         reads_plans = self._agreement.rank == self._agreement.ranks[0]
         return _Facts(
             settings=_settings(session.model, config, [layer.name for layer in session.layers]),
             whole_layers={layer.name: layer.reason for layer in session.layers if layer.mode == "layer"},
-            host=self._node,
+            node=node,
+            node_bytes=node_bytes,
+            why_none=why_none,
             planners=[planner.facts(device, reads_plans=reads_plans) for planner in session.planners],
         )
 
@@ -136,9 +141,12 @@ class JointDecisions:
     def _agree_on_host(self, told: dict[int, _Facts]) -> None:
         if self.host_share is not None:
             return  # What is free now is less by what this run has taken.
-        on_node = Counter(facts.host[0] for facts in told.values())
+        for rank, facts in told.items():
+            if facts.why_none:
+                raise HostMemoryError(f"rank {rank} has no host memory left: {facts.why_none}")
+        on_node = Counter(facts.node for facts in told.values())
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by launchers; some do not
-        shares = {rank: facts.host[1] // max(on_node[facts.host[0]], local_ranks) for rank, facts in told.items()}
+        shares = {rank: facts.node_bytes // max(on_node[facts.node], local_ranks) for rank, facts in told.items()}
         least = min(shares, key=shares.get)
         self.host_share = HostShare(shares[least], least)
 
@@ -150,6 +158,13 @@ class JointDecisions:
                 me()._has_stepped = True
 
         self._remove_hook = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+
+def _node(config: MemoConfig, other_bytes: int) -> tuple[str, int, str]:
+    try:
+        return socket.gethostname(), host_budget_bytes(config.host_memory_bytes, other_bytes=other_bytes), ""
+    except HostMemoryError as error:  # Told to the others, who would wait for this rank.
+        return socket.gethostname(), 0, str(error)
 
 
 def _settings(model, config: MemoConfig, layers: list[str]) -> dict:

@@ -91,11 +91,14 @@ class PatchedStack:
             self._has_warned_of_hooks = any(warn_of_hooks(layer, name) for name, layer in self._stack.layers)
         self._find_sequence()
         session.begin_pass(self._stack, given.device)
-        batch_size, num_tokens = given.shape[:2]
-        if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
+        if given.shape[:2].numel() < session.config.effective_min_tokens or given.shape[1] < 2:
             session.skip_forward()
             return self._own_forward(*args, **kwargs)
-        kwargs = self._without_cache(args, kwargs)
+        return self._forward(given, args, self._without_cache(args, kwargs))
+
+    def _forward(self, given: torch.Tensor, args: tuple, kwargs: dict):
+        """One forward pass that memo_hf runs on `given`, once more where it has to be run in another way."""
+        module, (batch_size, num_tokens) = self._stack.module, given.shape[:2]
         if self.attends and (reason := _why_not_per_token(module, kwargs)):
             self._fall_back(reason)
         step = self._step(batch_size, num_tokens, given.device, kwargs)
@@ -104,7 +107,7 @@ class PatchedStack:
         except HostMemoryError:
             if step.last is not None or not self._planner.retreat():
                 raise
-            return self.forward(*args, **kwargs)
+            return self._forward(given, args, kwargs)
         except UnsupportedModelError as error:
             if not self.attends or step.last is not None:
                 raise

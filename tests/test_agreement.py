@@ -5,13 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import memo_hf
 from memo_hf.agreement import Agreement, ranks_training, require_same
 from memo_hf.errors import RankError
 from memo_hf.planner.layer_costs import LayerCosts
 from memo_hf.planner.plan import Measurement, Shape, joint_measurement
-from tests.tiny_models import tiny
+from tests.tiny_models import random_ids, tiny
 
 
 def on_ranks(run, ranks=(0, 1, 2), absent=(), timeout=20.0):
@@ -72,6 +74,33 @@ def test_a_model_that_is_not_wrapped_is_trained_alone(tmp_path):
     assert ranks_training(model) is None
     with pytest.raises(RankError, match="not initialised"):
         Agreement.of([0, 1])
+
+
+def test_when_ranks_agree(monkeypatch):
+    """At passes 1, 2, 4, 8, ... and at the first one after an optimizer's first step; evaluation is no pass."""
+    came = []
+
+    class Alone(Agreement):
+        def exchange(self, what, facts):
+            came.append(int(what.rsplit(" ", 1)[1]))
+            return super().exchange(what, facts)
+
+    store = dist.HashStore()
+    monkeypatch.setattr("memo_hf.joint.ranks_training", lambda model: [0])
+    monkeypatch.setattr("memo_hf.joint.Agreement.of", lambda ranks: Alone(store, 0, ranks, timedelta(seconds=5)))
+    model, ids = tiny("llama"), random_ids(1, 9)
+    session = memo_hf.enable(model, memo_hf.MemoConfig(min_tokens=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(1, 18):
+        few = number == 3  # as short as this memo_hf steps aside, and it counts
+        model(input_ids=ids[:, :5] if few else ids, labels=ids[:, :5] if few else ids).loss.backward()
+        model.eval()(input_ids=ids)
+        model.train()
+        if number in (5, 11):
+            optimizer.step()
+    assert came == [1, 2, 4, 6, 8, 16]
+    session.close()
+    assert store.num_keys() == 1
 
 
 COSTS = LayerCosts(
