@@ -34,10 +34,10 @@ def configuration() -> str:
         "# Settings",
         _NOTE,
         "Every setting of `memo_hf.MemoConfig`. None of them has to be set. The same names work in",
-        '`MemoConfig(...)`, in the dictionary `memo={"swap_fraction": 0.5}` of a Trainer or `MemoPlugin`, in JSON or YAML',
-        "through `MemoConfig.from_dict`, and as command-line options where a script parses them with",
-        "`transformers.HfArgumentParser`. Bytes are written as people write them: `64GiB`, `64GB`, `512MiB`. A wrong name or",
-        "value raises `ConfigError` when the configuration is made, not in the middle of a run.",
+        '`MemoConfig(...)`, in the dictionary `memo={"swap_fraction": 0.5}` of a Trainer or `MemoPlugin`, in JSON or',
+        "YAML through `MemoConfig.from_dict`, and as command-line options where a script parses them with",
+        "`transformers.HfArgumentParser`. Bytes are written as people write them: `64GiB`, `64GB`, `512MiB`. A wrong",
+        "name or value raises `ConfigError` when the configuration is made, not in the middle of a run.",
         "",
         "| setting | default | what it does |",
         "| --- | --- | --- |",
@@ -53,8 +53,8 @@ def command_line() -> str:
     lines = [
         "# The command line",
         _NOTE,
-        "`memo-hf SUBCOMMAND --help` prints the same. A mistake in the arguments ends with exit code 2 and one line that says",
-        "what to change.",
+        "`memo-hf SUBCOMMAND --help` prints the same. A mistake in the arguments ends with exit code 2 and one line",
+        "that says what to change.",
     ]
     for name, parser in _subcommands().items():
         lines += ["", f"## memo-hf {name}", "", _sentence(parser.description), ""]
@@ -67,7 +67,7 @@ def command_line() -> str:
 
 def python_names() -> str:
     """Every public name with its signature and docstring."""
-    lines = ["# The Python names", _NOTE, "Everything that `import memo_hf` offers, what it returns, and what it raises."]
+    lines = ["# The Python names", _NOTE, "Everything that `import memo_hf` offers: arguments, results and errors."]
     for name in memo_hf.__all__:
         lines += _entry(name, getattr(memo_hf, name), "##")
         if name == "forecast":

@@ -1,7 +1,7 @@
 """What README and docs show runs as it stands: Python blocks on a tiny model, `memo-hf` commands in a folder of inputs.
 
-A block is left out only where its fence says why: "```python not-run: needs a GPU". Its Python is compiled all the same,
-and its commands must name files, make targets and options that exist.
+A block is left out only where its fence says why: "```python not-run: needs a GPU". Its Python is compiled all the
+same, and its commands must name files, make targets and options that exist.
 """
 
 import dataclasses
@@ -44,7 +44,9 @@ def commands():
 
 
 def command_lines(text, indent):
-    return [line[1] for line in re.finditer(rf"{indent}((?:{'|'.join(PROGRAMS)}) .*?) *(?:  #.*)?$", text, re.MULTILINE)]
+    return [
+        line[1] for line in re.finditer(rf"{indent}((?:{'|'.join(PROGRAMS)}) .*?) *(?:  #.*)?$", text, re.MULTILINE)
+    ]
 
 
 def first_line(item):
@@ -139,5 +141,7 @@ def test_links_lead_somewhere():
 
 def test_files_that_are_named_exist():
     for page in PAGES:
-        for name in re.findall(r"`((?:memo_hf|tests|benchmarks|csrc|recipes|notebooks|docs)/[\w/.*]+)`", page.read_text()):
+        for name in re.findall(
+            r"`((?:memo_hf|tests|benchmarks|csrc|recipes|notebooks|docs)/[\w/.*]+)`", page.read_text()
+        ):
             assert list(ROOT.glob(name)), f"{page.name} names {name}"

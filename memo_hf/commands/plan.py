@@ -31,7 +31,7 @@ def add_parser(subparsers):
     add("--lora-targets", default="all-linear", help="all-linear, or names such as q_proj,v_proj")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default=None, help="default: bfloat16, float32 on a CPU")
     add("--no-master-weights", action="store_true", help="no fp32 weights beside the 16-bit ones")
-    add("--optimizer", choices=["adamw", "adamw-8bit", "sgd-momentum", "sgd"], default="adamw", help="whose states count")
+    add("--optimizer", choices=["adamw", "adamw-8bit", "sgd-momentum", "sgd"], default="adamw", help="for its states")
     add("--optimizer-device", choices=["device", "host"], default="device", help="where its states are")
     add("--weights-device", choices=["device", "host"], default="device", help="host: as ZeRO-3 offloads parameters")
     add("--gpus", type=int, default=1, help="GPUs of the run")
