@@ -1,6 +1,6 @@
-# make test   lint, the C++ with warnings as errors, every test
-# make demo   a real checkpoint trains at a long sequence on this CPU
-# make notebooks  opens the notebooks in a browser
+# make test        lint, the C++ with warnings as errors, every test
+# make demo        a real checkpoint trains at a long sequence on this CPU
+# make notebooks   opens the notebooks in a browser
 #
 # All make their own environment, .venv, with nothing installed by hand, and are quick once it is there.
 
@@ -21,7 +21,7 @@ demo: outputs/smollm2-135m
 	$(BIN)/accelerate launch recipes/llama7b_1m.py --preset cpu
 
 notebooks: .venv/ready
-	$(BIN)/pip install -q notebook
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[notebooks]'
 	$(BIN)/jupyter notebook notebooks
 
 outputs/smollm2-135m: .venv/ready

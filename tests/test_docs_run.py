@@ -81,6 +81,7 @@ def names(tmp_path) -> dict:
 @pytest.mark.parametrize("block", RUN, ids=map(first_line, RUN))
 def test_block(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where plans are kept
     page, text, _ = block
     given = names(tmp_path)
     before = [parameter.detach().clone() for parameter in given["model"].parameters()]
