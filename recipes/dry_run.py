@@ -11,6 +11,7 @@ from pathlib import Path
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import cached_file
 
 from memo_hf import cli
@@ -38,7 +39,8 @@ def plan_command(options: argparse.Namespace) -> list[str]:
         offloaded = [what for what, device in devices.items() if device == "cpu"]
     elif use["FSDP"]:
         shards = world
-        offloaded = ["optimizer", "weights"] if FullyShardedDataParallelPlugin().cpu_offload else []
+        offloads = isinstance(FullyShardedDataParallelPlugin().cpu_offload, CPUOffloadPolicy)
+        offloaded = ["optimizer", "weights"] if offloads else []
     command = ["plan", "--model", _model(options.model), "--seq-len", options.seq_len, "--device", options.device]
     command += ["--batch", options.per_device_train_batch_size, "--train", "full" if options.full else "lora"]
     if not options.full:

@@ -16,8 +16,8 @@ ENGINES = ("fsdp2", "zero3", "zero3_ulysses")
 SIZES = {"2gpu": (1, 2), "4gpu": (1, 4), "8gpu": (1, 8), "2nodes": (2, 16)}
 
 sys.path.insert(0, str(ROOT / "recipes"))
-import dry_run
-import llama7b_1m
+import dry_run  # noqa: E402
+import llama7b_1m  # noqa: E402
 
 
 def test_each_engine_has_each_size():
@@ -96,8 +96,9 @@ def test_offloading_and_settings_are_in_the_forecast(monkeypatch):
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
     options = options_of(
-        "--model", "qwen3-8b", "--seq_len", "64K", "--lora_rank", "8", "--host_memory", "1TiB", "--swap-fraction", "0.5",
-        "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4", "--optim", "adamw_bnb_8bit",
+        "--model", "qwen3-8b", "--seq_len", "64K", "--lora_rank", "8", "--host_memory", "1TiB",
+        "--swap-fraction", "0.5", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4",
+        "--optim", "adamw_bnb_8bit",
     )  # fmt: skip
     command = dry_run.plan_command(options)
     plan = described(command)
@@ -106,7 +107,16 @@ def test_offloading_and_settings_are_in_the_forecast(monkeypatch):
     assert (plan["--host-memory"], plan["--swap-fraction"], plan["--batch"]) == ("1TiB", "0.5", "2")
     assert "--gradient-accumulation" in command
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
     assert described(dry_run.plan_command(options))["--shards"] == "1"
+
+
+def test_fsdp_offloads_weights_and_optimizer(monkeypatch):
+    for variable, value in environment_of("fsdp2_8gpu").items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    plan = described(dry_run.plan_command(options_of("--model", "qwen3-8b")))
+    assert plan["--optimizer-device"] == plan["--weights-device"] == "host"
 
 
 def test_other_ranks_say_nothing(monkeypatch, capsys):

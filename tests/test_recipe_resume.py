@@ -1,4 +1,4 @@
-"""A run that is killed in the middle of a step goes on from its checkpoint as if nothing had been, with memo_hf or not."""
+"""A run that is killed in the middle of a step goes on from its checkpoint as if nothing had been."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from tiny_checkpoint import write_checkpoint
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
-import finetune_checkpoint
-import llama7b_1m
+import finetune_checkpoint  # noqa: E402
+import llama7b_1m  # noqa: E402
 
 disable_progress_bars()
 # Between forward and backward of the third step; the last checkpoint is that of the second.

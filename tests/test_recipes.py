@@ -78,7 +78,7 @@ def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch):
 
 def test_presets_and_settings(recipe, tmp_path, capsys):
     def parsed(*argv):
-        return recipe.parser_for(argv).parse_args_into_dataclasses(argv)
+        return recipe.parser_for(list(argv)).parse_args_into_dataclasses(list(argv))
 
     gpu = ["--model", "m", "--output_dir", str(tmp_path), "--swap_fraction", "0.25", "--use_cpu", "true"]
     arguments, training, memo = parsed(*gpu)
