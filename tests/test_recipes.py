@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import disable_progress_bars
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_checkpoint import write_checkpoint
+from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
@@ -18,28 +18,7 @@ RECIPES = ROOT / "recipes"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama of three layers with a vocabulary of bytes."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>"])}
-    raw = Tokenizer(models.BPE(vocabulary, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<end>")
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        eos_token_id=vocabulary["<end>"],
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def run(*command, timeout=120):
@@ -61,78 +40,58 @@ def recipe(monkeypatch):
     return llama7b_1m
 
 
-def test_the_flagship_trains_compares_saves_and_reloads(checkpoint, tmp_path):
+def test_the_flagship_trains_compares_saves_and_reloads_on_two_ranks(checkpoint, tmp_path):
     out = run(
-        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 1, "--num_machines", 1,
-        "--mixed_precision", "no", "--dynamo_backend", "no",
-        RECIPES / "llama7b_1m.py", "--preset", "cpu", "--model", checkpoint,
-        "--dtype", "float32", "--seq_len", "256", "--max_steps", 2, "--swap_fraction", 0.5, "--chunk_size", 64,
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / "configs/cpu_2ranks.yaml",
+        "--main_process_port", 0, RECIPES / "llama7b_1m.py", "--preset", "cpu", "--model", checkpoint,
+        "--dtype", "float32", "--seq-len", "256", "--max_steps", 2, "--swap_fraction", 0.5, "--chunk_size", 64,
         "--lora_rank", 2, "--output_dir", tmp_path / "adapter",
     )  # fmt: skip
     assert "made for 128 positions" in out
     assert "3 layers in token mode" in out
     assert "swap fraction 0.5" in out
     assert "with activation checkpointing: " in out
+    assert out.count("memo_hf: 3 layers in token mode") == 2  # at the start and in the report, of one rank
     assert "goes on from the prompt:\n  A list comprehension" in out
     adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert adapter["r"] == 2
     assert adapter["base_model_name_or_path"] == str(checkpoint)
 
 
-def test_full_fine_tuning_of_local_files(checkpoint, tmp_path, recipe, capsys):
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in ("a", "b"):
-        (texts / f"{name}.txt").write_text("one line\nand another. " * 20)
+def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    disable_progress_bars()
+    import finetune_checkpoint
+
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "one and"}, {"role": "assistant", "content": "another. " * 20}]
+    chats.write_text((json.dumps({"messages": turns}) + "\n") * 5)
     output = tmp_path / "model"
-    recipe.main(
-        ["--model", str(checkpoint), "--dataset", str(texts), "--full", "--dtype", "float32", "--seq_len", "64",
-         "--max_steps", "2", "--chunk_size", "16", "--compare", "false", "--output_dir", str(output)]
+    finetune_checkpoint.main(
+        ["--model", str(checkpoint), "--dataset", str(chats), "--full", "--dtype", "float32", "--seq_len", "64",
+         "--max_steps", "2", "--chunk_size", "16", "--use_cpu", "true", "--output_dir", str(output)]
     )  # fmt: skip
-    assert "with activation checkpointing" not in capsys.readouterr().out
     trained, before = (LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (output, checkpoint))
     assert trained.keys() == before.keys()
     assert any((trained[name] != before[name]).any() for name in before)
 
 
-def test_presets_and_settings(recipe, tmp_path):
-    gpu = ["--preset", "gpu", "--model", "m", "--output_dir", str(tmp_path), "--swap_fraction", "0.25"]
-    arguments, training, memo = recipe.parse_arguments(gpu)
-    assert (arguments.seq_len, arguments.compare) == ("1M", False)
-    assert training.per_device_train_batch_size == 1
+def test_presets_and_settings(recipe, tmp_path, capsys):
+    def parsed(*argv):
+        return recipe.parser_for(list(argv)).parse_args_into_dataclasses(list(argv))
+
+    gpu = ["--model", "m", "--output_dir", str(tmp_path), "--swap_fraction", "0.25", "--use_cpu", "true"]
+    arguments, training, memo = parsed(*gpu)
+    assert (arguments.seq_len, arguments.compare, arguments.memo) == ("1M", False, True)
+    assert training.per_device_train_batch_size == 1 and training.learning_rate == 2e-4
+    assert training.accelerator_config.dispatch_batches is False
     assert memo.swap_fraction == 0.25
-    arguments, training, memo = recipe.parse_arguments([])
-    assert (arguments.model, arguments.seq_len, arguments.compare) == ("outputs/smollm2-135m", "4096", True)
+    assert parsed(*gpu, "--full")[1].learning_rate == 1e-5
+    arguments, training, memo = parsed("--preset", "cpu", "--seq-len", "64")
+    assert (arguments.model, arguments.seq_len, arguments.compare) == ("outputs/smollm2-135m", "64", True)
     with pytest.raises(SystemExit):
-        recipe.parse_arguments(["--preset", "gpu"])
-
-
-def test_packing_keeps_every_token_in_order(recipe, checkpoint):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    texts = recipe.Dataset.from_dict({"body": ["abc", "", "defgh"]})
-    packed = recipe.pack(texts, "body", tokenizer, 4)
-    assert [tokenizer.decode(row) for row in packed["input_ids"]] == ["abc<end>", "<end>def"]
-    assert (packed["labels"][0] == packed["input_ids"][0]).all()
-    with pytest.raises(SystemExit, match="has 11 tokens, and one sequence takes 12"):
-        recipe.pack(texts, "body", tokenizer, 12)
-
-
-@pytest.mark.parametrize("suffix, content", [(".jsonl", '{"text": "x\\ny"}\n{"text": "z"}\n'), (".txt", "x\ny")])
-def test_local_files(recipe, tmp_path, suffix, content):
-    path = tmp_path / f"file{suffix}"
-    path.write_text(content)
-    assert recipe.load_texts(str(path), "text")["text"][0] == "x\ny"
-    assert recipe.load_texts(str(tmp_path), "text")["text"][0] == "x\ny"
-    (tmp_path / "other.parquet").write_text("")
-    with pytest.raises(SystemExit, match="files of one kind"):
-        recipe.load_texts(str(tmp_path), "text")
-
-
-def test_the_default_text_needs_no_download(recipe):
-    texts = recipe.load_texts(None, "text")
-    assert sum(len(text) for text in texts["text"]) > 400_000
+        recipe.main([])
+    assert "--model: give a folder" in capsys.readouterr().err
 
 
 def test_a_model_read_from_gguf_becomes_ordinary(checkpoint, tmp_path, monkeypatch):

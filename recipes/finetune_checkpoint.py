@@ -1,0 +1,85 @@
+"""Fine-tune a checkpoint of yours on text of yours, at long context.
+
+    python recipes/finetune_checkpoint.py --model path/to/checkpoint --dataset my_documents/ --seq_len 32K
+    accelerate launch --config_file recipes/configs/fsdp2_8gpu.yaml recipes/finetune_checkpoint.py ...
+
+`--dataset` takes text files, or chats: JSON lines of {"messages": [{"role": "user", "content": "..."}, ...]}. Every
+field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argument too, such as `--max_steps 1000`,
+`--learning_rate 1e-5` or `--resume_from_checkpoint outputs/finetuned/checkpoint-40`.
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+from long_text import long_sequences, open_documents
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
+
+from memo_hf import MemoConfig, MemoTrainer
+from memo_hf.units import parse_count
+
+DEFAULTS = {
+    "output_dir": "outputs/finetuned",
+    "per_device_train_batch_size": 1,
+    "max_steps": 100,
+    "logging_steps": 1,
+    "save_steps": 20,
+    "save_total_limit": 2,
+    "report_to": "none",
+    "ddp_find_unused_parameters": False,
+    # Each process reads its own sequences; else the first would read and hold those of all, and send them to all.
+    "accelerator_config": {"dispatch_batches": False},
+}
+
+
+@dataclass
+class Arguments:
+    model: str = field(metadata={"help": "Folder or hub name of any causal language model."})
+    dataset: str = field(
+        metadata={"help": "A .txt, .md, .jsonl or .parquet file, a folder of them, or a hub name; 'manual': a trial."}
+    )
+    seq_len: str = field(default="32K", metadata={"help": "Tokens in a sequence: 4096, 128K, 1M."})
+    documents: str = field(
+        default="keep",
+        metadata={
+            "help": "'keep': a sequence packs documents, and attention stays inside of each. 'cross': it crosses them.",
+            "choices": ["keep", "cross"],
+        },
+    )
+    full: bool = field(default=False, metadata={"help": "Train all weights instead of a LoRA adapter."})
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapter, on every linear layer of the decoder."})
+    dtype: str = field(default="bfloat16", metadata={"help": "Of the weights.", "choices": ["bfloat16", "float32"]})
+    memo: bool = field(default=True, metadata={"help": "Train with memo_hf; 'false': with transformers alone."})
+
+
+def main(argv: list[str]) -> None:
+    parser = HfArgumentParser([Arguments, TrainingArguments, MemoConfig], description=__doc__)
+    parser.set_defaults(**DEFAULTS)
+    ours, training, memo = parser.parse_args_into_dataclasses(argv)
+
+    tokenizer = AutoTokenizer.from_pretrained(ours.model)
+    data = long_sequences(
+        open_documents(ours.dataset, shuffle_seed=training.seed),
+        tokenizer,
+        parse_count(ours.seq_len, "--seq_len"),
+        keep_documents=ours.documents == "keep",
+        num_ranks=training.world_size,
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(ours.model, dtype=ours.dtype)
+    if not ours.full:
+        lora = LoraConfig(r=ours.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+
+    trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model()
+
+    if trainer.is_world_process_zero():
+        tokenizer.save_pretrained(training.output_dir)
+        print(trainer.memo_report or "Trained without memo_hf.")
+        print(f"Saved to {training.output_dir}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,147 @@
+"""Documents become sequences: every token once and in order, boundaries kept or not, each sequence on one rank."""
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, disable_progress_bars
+from tiny_checkpoint import write_checkpoint
+from transformers import AutoConfig, AutoTokenizer, default_data_collator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+import long_text  # noqa: E402
+
+disable_progress_bars()
+TEXTS = ["abc", "", "defgh", "ij"]  # with an end after each: 4, 1, 6 and 3 tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def stream(rows, tokenizer, seq_len, **options):
+    return long_text.long_sequences(Dataset.from_list(rows).to_iterable_dataset(), tokenizer, seq_len, **options)
+
+
+def texts(tokenizer, seq_len, **options):
+    return stream([{"text": text} for text in TEXTS], tokenizer, seq_len, **options)
+
+
+def test_every_token_once_and_in_order(tokenizer):
+    rows = list(texts(tokenizer, 4, repeat=False))
+    joined = [tokenizer.decode(row["input_ids"]) for row in rows]
+    assert joined == ["abc<end>", "<end>def", "gh<end>i"]  # two tokens are left over
+    for row in rows:
+        assert (row["labels"] == row["input_ids"]).all()
+        assert row["position_ids"].tolist() == [0, 1, 2, 3]
+        assert all(values.dtype == np.int64 for values in row.values())
+    # A second pass joins on to the first: nothing is left over.
+    repeated = "".join(tokenizer.decode(row["input_ids"]) for row in islice(texts(tokenizer, 4), 7))
+    assert repeated == ("".join(f"{text}<end>" for text in TEXTS) * 2)
+
+
+def test_kept_documents_restart_positions_and_do_not_learn_their_first_token(tokenizer):
+    rows = list(texts(tokenizer, 7, keep_documents=True, repeat=False))
+    assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 3, 0, 0, 1], [0, 1, 2, 3, 0, 1, 2]]
+    for row in rows:
+        starts = row["position_ids"] == 0
+        assert (row["labels"][starts] == -100).all()
+        assert (row["labels"][~starts] == row["input_ids"][~starts]).all()
+
+
+def test_memo_hf_sees_the_kept_documents(tokenizer):
+    from memo_hf.layers.documents import find_documents
+
+    batch = default_data_collator(list(islice(texts(tokenizer, 7, keep_documents=True), 1)))
+    assert find_documents(1, 7, position_ids=batch["position_ids"]).spans == ((0, 0, 4), (0, 4, 5), (0, 5, 7))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_sequence_goes_to_one_rank_and_no_rank_waits(tokenizer, num_ranks):
+    whole = [row["input_ids"].tolist() for row in texts(tokenizer, 2, repeat=False)]
+    assert len(whole) == 7
+    shared = texts(tokenizer, 2, repeat=False, num_ranks=num_ranks)
+    assert shared.num_shards == num_ranks  # as many as processes: accelerate then splits by shard
+    ranks = [[row["input_ids"].tolist() for row in shared.shard(num_ranks, rank)] for rank in range(num_ranks)]
+    rounds = len(whole) // num_ranks
+    assert ranks == [whole[rank : rounds * num_ranks : num_ranks] for rank in range(num_ranks)]
+
+
+def test_too_little_text_says_so(tokenizer):
+    for repeat in (True, False):
+        with pytest.raises(SystemExit, match="has 14 tokens, 14 of them to be learned, and one sequence takes 15"):
+            list(texts(tokenizer, 15, repeat=repeat))
+
+
+def chat(*turns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_of_a_chat_the_assistant_is_learned(tokenizer):
+    ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), tokenizer)
+    assert tokenizer.decode(ids) == "u:hi;a:yo;"
+    assert labels.tolist() == [-100] * 7 + ids[7:].tolist()
+    unmarked = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    unmarked.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
+    assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
+
+
+def test_a_sequence_without_anything_to_learn_is_left_out(tokenizer):
+    rows = [chat(("user", "x" * 20), ("assistant", "y"))]  # 23 tokens of the user, then 4
+    learned = list(stream(rows, tokenizer, 9, repeat=False))
+    assert len(learned) == 1 and (learned[0]["labels"] != -100).sum() == 2
+    with pytest.raises(SystemExit, match="28 tokens, 0 of them to be learned"):
+        list(stream([chat(("user", "x" * 25))], tokenizer, 9))
+
+
+def test_a_document_without_text_or_chat(tokenizer):
+    with pytest.raises(SystemExit, match=r"columns \['body'\], and neither 'text' nor 'messages'"):
+        list(stream([{"body": "x"}], tokenizer, 2))
+    assert list(stream([{"body": "xyz"}], tokenizer, 2, column="body", repeat=False))
+
+
+def test_local_files_of_several_kinds(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    (tmp_path / "deep/b.md").write_text("three\n\nfour")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "five\nsix"}) + "\n" + json.dumps({"text": "seven"}) + "\n")
+    (tmp_path / "notes.pdf").write_text("no")
+    everything = ["one\ntwo", "three\n\nfour", "five\nsix", "seven"]
+    assert sorted(row["text"] for row in long_text.open_documents(str(tmp_path))) == sorted(everything)
+    shuffled = [[row["text"] for row in long_text.open_documents(str(tmp_path), shuffle_seed=s)] for s in (1, 1, 2)]
+    assert shuffled[0] == shuffled[1] != shuffled[2] and sorted(shuffled[2]) == sorted(everything)
+    assert [row["text"] for row in long_text.open_documents(str(tmp_path / "a.txt"))] == ["one\ntwo"]
+    Dataset.from_dict({"text": ["eight"]}).to_parquet(tmp_path / "d.parquet")
+    assert [row["text"] for row in long_text.open_documents(str(tmp_path / "d.parquet"))] == ["eight"]
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat(("user", "hi"))) + "\n")
+    (row,) = long_text.open_documents(str(tmp_path / "chats.jsonl"))
+    assert row == chat(("user", "hi"))
+    with pytest.raises(SystemExit, match="no file there ends in one of"):
+        long_text.open_documents(str(tmp_path / "notes.pdf"))
+
+
+def test_what_comes_with_python_needs_no_download():
+    assert sum(len(row["text"]) for row in long_text.open_documents("manual")) > 400_000
+    assert sum(len(row["text"]) for row in long_text.open_documents("stdlib")) > 4_000_000
+
+
+def test_positions_are_stretched_to_the_length(folder):
+    config = AutoConfig.from_pretrained(folder)
+    long_text.stretch_positions(config, 128, "yarn")
+    assert config.rope_parameters["rope_type"] == "default"
+    long_text.stretch_positions(config, 512, "yarn")
+    assert config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters["factor"] == 4
+    assert config.rope_parameters["original_max_position_embeddings"] == 128
+    assert config.max_position_embeddings == 512
+    with pytest.raises(SystemExit, match="is not to be scaled"):
+        long_text.stretch_positions(config, 1024, "yarn")

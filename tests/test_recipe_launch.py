@@ -1,0 +1,140 @@
+"""The accelerate configurations of the recipes: known to accelerate, and forecast as what they launch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "recipes/configs").glob("*.yaml"))}
+ENGINES = ("fsdp2", "zero3", "zero3_ulysses")
+SIZES = {"2gpu": (1, 2), "4gpu": (1, 4), "8gpu": (1, 8), "2nodes": (2, 16)}
+
+sys.path.insert(0, str(ROOT / "recipes"))
+import dry_run  # noqa: E402
+import llama7b_1m  # noqa: E402
+
+
+def test_each_engine_has_each_size():
+    assert set(CONFIGS) == {"1gpu", "cpu_2ranks"} | {f"{engine}_{size}" for engine in ENGINES for size in SIZES}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_knows_every_key(name):
+    config = load_config_from_file(str(CONFIGS[name]))  # raises on unknown keys, but not on those within a section
+    options = {action.dest for action in launch_command_parser()._actions}
+    for section in (config.fsdp_config, config.deepspeed_config, config.parallelism_config):
+        assert set(section) <= options
+    assert config.num_processes % config.num_machines == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_sizes_of_an_engine_differ_in_numbers_alone(engine):
+    found = {size: yaml.safe_load(CONFIGS[f"{engine}_{size}"].read_text()) for size in SIZES}
+    for size, (nodes, ranks) in SIZES.items():
+        assert (found[size].pop("num_machines"), found[size].pop("num_processes")) == (nodes, ranks)
+        for key in ("main_process_port", "same_network"):
+            assert (found[size].pop(key, None) is None) == (nodes == 1)
+        if "deepspeed_config" in found[size]:
+            found[size]["deepspeed_config"].pop("deepspeed_multinode_launcher", None)
+        if engine == "zero3_ulysses":  # a sequence is shared within a node
+            assert found[size]["parallelism_config"].pop("parallelism_config_sp_size") == ranks // nodes
+    assert all(config == found["8gpu"] for config in found.values())
+
+
+def environment_of(name):
+    """What `accelerate launch` puts into the environment of rank 0, by accelerate's own functions."""
+    args = launch_command_parser().parse_args(
+        ["--config_file", str(CONFIGS[name]), "--main_process_port", "0", "--main_process_ip", "127.0.0.1", "script.py"]
+    )
+    args, defaults, _ = _validate_launch_command(args)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        environment = prepare_deepspeed_cmd_env(args)[1]
+    elif args.multi_gpu or args.use_fsdp:
+        environment = prepare_multi_gpu_env(args)
+    else:
+        environment = prepare_simple_launcher_cmd_env(args)[1]
+    if args.num_processes > 1:  # as torchrun adds
+        local = args.num_processes // args.num_machines
+        environment |= {"WORLD_SIZE": str(args.num_processes), "LOCAL_WORLD_SIZE": str(local), "RANK": "0"}
+    return environment
+
+
+def options_of(*argv):
+    return llama7b_1m.parser_for(list(argv)).parse_args(list(argv))
+
+
+def described(command):
+    """`--name value` pairs of a command as a dictionary."""
+    return {name: value for name, value in zip(command, command[1:], strict=False) if name.startswith("--")}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "cpu_2ranks"])
+def test_the_forecast_is_that_of_the_launch(name, monkeypatch):
+    for variable, value in environment_of(name).items():
+        monkeypatch.setenv(variable, value)
+    engine, _, size = name.rpartition("_")
+    nodes, ranks = SIZES.get(size, (1, 1))
+    plan = described(dry_run.plan_command(options_of("--model", "llama-3.1-8b", "--seq-len", "1048576", "--full")))
+    assert plan["--gpus"] == plan["--shards"] == str(ranks)
+    assert plan["--gpus-per-node"] == str(ranks // nodes)
+    assert plan["--sequence-parallel"] == str(ranks // nodes if engine == "zero3_ulysses" else 1)
+    assert plan["--dtype"] == "bfloat16" and plan["--train"] == "full" and plan["--seq-len"] == "1048576"
+    # On one GPU the recipes train bf16 weights as they are; the engines keep fp32 ones beside them.
+    assert ("--no-master-weights" in plan) == (ranks == 1)
+    assert "--optimizer-device" not in plan
+
+
+def test_offloading_and_settings_are_in_the_forecast(monkeypatch):
+    for variable, value in environment_of("zero3_8gpu").items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+    options = options_of(
+        "--model", "qwen3-8b", "--seq_len", "64K", "--lora_rank", "8", "--host_memory", "1TiB",
+        "--swap-fraction", "0.5", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4",
+        "--optim", "adamw_bnb_8bit",
+    )  # fmt: skip
+    command = dry_run.plan_command(options)
+    plan = described(command)
+    assert plan["--optimizer-device"] == "host" and "--weights-device" not in plan
+    assert (plan["--train"], plan["--lora-rank"], plan["--optimizer"]) == ("lora", "8", "adamw-8bit")
+    assert (plan["--host-memory"], plan["--swap-fraction"], plan["--batch"]) == ("1TiB", "0.5", "2")
+    assert "--gradient-accumulation" in command
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
+    assert described(dry_run.plan_command(options))["--shards"] == "1"
+
+
+def test_fsdp_offloads_weights_and_optimizer(monkeypatch):
+    for variable, value in environment_of("fsdp2_8gpu").items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    plan = described(dry_run.plan_command(options_of("--model", "qwen3-8b")))
+    assert plan["--optimizer-device"] == plan["--weights-device"] == "host"
+
+
+def test_other_ranks_say_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert llama7b_1m.main(["--dry-run", "--model", "qwen3-8b"]) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_a_launch_is_forecast_and_not_run(tmp_path):
+    """The README's line on two ranks, on a machine without a GPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS["fsdp2_2gpu"],
+         "--main_process_port", "0", ROOT / "recipes/llama7b_1m.py", "--dry-run", "--model", "llama-2-7b", "--seq-len",
+         "131072", "--output_dir", tmp_path / "none"],
+        cwd=tmp_path, env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("memo-hf plan --model llama-2-7b --seq-len 131072") == 1
+    assert "LoRA of rank 16, 131,072 tokens x 1, 2 x h100 (sequence over 1, weights over 2)" in done.stdout
+    assert not (tmp_path / "none").exists()
