@@ -26,7 +26,8 @@ from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
 from memo_hf.forecasting.running import Held, describe_run, run_peaks
 from memo_hf.layers.zero import full_shape, held_bytes
 from memo_hf.planner.budgets import device_budget_bytes
-from memo_hf.planner.layer_costs import Budgets, LayerCosts, predict
+from memo_hf.planner.chunks import default_chunk_tokens
+from memo_hf.planner.layer_costs import Budgets, LayerCosts, estimated_peaks, predict
 from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
 from memo_hf.planner.swap_fraction import SwapPlan, solve_swap_plan
 from memo_hf.profiler import Profile
@@ -303,10 +304,15 @@ class Planner:
         layers = self._book.measurement.layers_at(shape)
         run = describe_run(self._model, self._config, shape, sequence_parallel=self.sequence_parallel)
         if run is None:
-            # Not a model that the forecast describes: h of all layers, and one layer whole, with its gradients.
+            # Not a model that the forecast describes. Checkpointing: h of all layers, and one layer with its gradients.
+            tokens = shape.batch * shape.seq_len
+            chunk = min(tokens, self._config.chunk_size or default_chunk_tokens(tokens))
+            sums = max(sum(4 * p.numel() for p in layer.parameters() if p.requires_grad) for layer in self._layers)
+            peaks = estimated_peaks(layers, self._static_bytes + sums, chunk / tokens)
             at_work = max(c.whole_bytes("swap") + c.others_bytes for c in layers)
-            return list(layers), self._static_bytes + sum(c.num_layers * c.input_bytes for c in layers) + 2 * at_work
-        peaks, checkpoint_bytes = run_peaks(run, self._held)
+            checkpoint_bytes = self._static_bytes + sum(c.num_layers * c.input_bytes for c in layers) + 2 * at_work
+        else:
+            peaks, checkpoint_bytes = run_peaks(run, self._held)
         return [dataclasses.replace(costs, device_peaks=peaks) for costs in layers], checkpoint_bytes
 
     def _budgets(self) -> Budgets:
@@ -385,7 +391,7 @@ class Planner:
             try:
                 return PlanBook.load(path, fingerprint)
             except PlanError as error:
-                logger.warning(f"memo_hf: {error}. It is not used; the first step is measured and the file replaced")
+                logger.warning(f"memo_hf: {error}. The first step is measured again and the file replaced")
         return PlanBook(fingerprint)
 
     def _save(self) -> None:

@@ -77,7 +77,7 @@ MUTATIONS = {
         order(SOME, eagerness=0.1),
     ),
     "no wait before the next offload": (
-        engine.SwapEngine, "open_group",
+        engine.SwapEngine, "_let_go",
         "self._backend.wait(copy)", "pass",
         red(test_faults_races.test_rounding_buffers_are_two),
     ),

@@ -196,8 +196,8 @@ def _refuse_stale(path: Path, saved: dict, now: dict) -> None:
     for name in sorted(set(saved) | set(now)):
         if saved.get(name) != now.get(name):
             raise PlanError(
-                f"plan {path} is stale: {name} was {saved.get(name)!r} when it was made and is {now.get(name)!r} now;"
-                " delete it, and the first step will be measured again"
+                f"plan {path} is refused: {name} was {saved.get(name)!r} when it was made and is {now.get(name)!r} now;"
+                " plan again, or put that back"
             )
 
 
