@@ -26,9 +26,9 @@ from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
 from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
-from memo_hf.layers.zero import Leaves, offloaded_bytes, refuse_late_enabling, refuse_settings
+from memo_hf.layers.zero import Leaves, Offload, refuse_late_enabling, refuse_settings
 from memo_hf.patched_stack import PatchedStack, enabled_layers
-from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
+from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planning import Planner
 from memo_hf.report.summary import summary
 from memo_hf.serving import Serving, ServingStats
@@ -133,7 +133,7 @@ class Session:
                 f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
                 "model that it was enabled on first"
             )
-        self._host_bytes_before = read_host_memory().free_bytes if self._offloaded_bytes() else 0
+        self._offload = Offload(model)
         self.serving = Serving(model, config)
         try:
             self._leaves = Leaves([layer for _, layer in layers])
@@ -266,15 +266,10 @@ class Session:
     def host_bytes_for_others(self) -> int:
         """Host bytes of this node that others will still take: as set, or what DeepSpeed offloads to."""
         declared = self.config.bytes_of("host_memory_for_others")
-        offloaded = self._offloaded_bytes() if declared is None else declared
-        if declared is not None or not offloaded or self.config.host_memory_bytes is not None:
-            return offloaded  # A budget set by hand is not what is free now.
-        taken = max(0, self._host_bytes_before - read_host_memory().free_bytes)
-        return max(0, offloaded - taken)
-
-    def _offloaded_bytes(self) -> int:
-        ranks, local_ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        return offloaded_bytes(self.model.parameters(), ranks=ranks, local_ranks=local_ranks)
+        if declared is not None:
+            return declared
+        # A budget set by hand is not what is free now.
+        return self._offload.num_bytes() if self.config.host_memory_bytes is not None else self._offload.bytes_to_come()
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
         """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
