@@ -1,6 +1,7 @@
 """Ranks that agree: threads on one store stand in for processes, which test_gradients_distributed.py starts."""
 
 import dataclasses
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -56,6 +57,18 @@ def test_a_rank_that_does_not_come_is_named():
         assert "ddp_timeout" in str(error)
 
 
+def test_one_that_failed_leaves_nothing_for_the_next():
+    store, numbers = dist.HashStore(), [Counter(), Counter()]
+    ranks = [lambda timeout, r=r: Agreement(store, r, (0, 1), timedelta(seconds=timeout), numbers[r]) for r in (0, 1)]
+    with pytest.raises(RankError, match="rank 1 did not come"):
+        ranks[0](0.1).exchange("pass 1", "old")
+    assert store.num_keys() == 0
+    with ThreadPoolExecutor(2) as pool:
+        for facts in ("new", "newer"):
+            told = pool.map(lambda rank, facts=facts: rank(20.0).exchange("pass 1", facts), ranks)
+            assert list(told) == [{0: facts, 1: facts}] * 2
+
+
 def test_ranks_at_different_places_are_named():
     found = on_ranks(lambda agreement: agreement.exchange(f"pass {agreement.rank // 2}", None))
     assert len(found) == 3
@@ -91,11 +104,13 @@ def test_when_ranks_agree(monkeypatch):
     model, ids = tiny("llama"), random_ids(1, 9)
     session = memo_hf.enable(model, memo_hf.MemoConfig(min_tokens=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anothers = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     for number in range(1, 18):
         few = number == 3  # as short as this memo_hf steps aside, and it counts
         model(input_ids=ids[:, :5] if few else ids, labels=ids[:, :5] if few else ids).loss.backward()
         model.eval()(input_ids=ids)
         model.train()
+        anothers.step()
         if number in (5, 11):
             optimizer.step()
     assert came == [1, 2, 4, 6, 8, 16]
