@@ -31,8 +31,7 @@ from memo_hf.errors import RankError
 
 logger = logging.getLogger("memo_hf")
 _PATIENCE = timedelta(seconds=60)  # without a word about who is waited for
-# How many agreements have come about among the same ranks, by name: on all of them alike, and it tells those apart.
-_numbers: Counter[str] = Counter()
+_numbers: Counter[str] = Counter()  # of agreements among the same ranks: one after the other, on all of them alike
 
 
 class Agreement:
@@ -43,15 +42,11 @@ class Agreement:
         rank: this one.
         ranks: all of them.
         timeout: how long one is waited for.
-        numbers: counts the agreements of this process by name.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, numbers=None):
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, name: str = "memo_hf"):
         self.rank, self.ranks = rank, tuple(ranks)
-        self._store, self._timeout = store, timeout
-        self._name = "memo_hf/" + ".".join(map(str, ranks))
-        self._numbers = Counter() if numbers is None else numbers
-        self._number: int | None = None  # not before all have come
+        self._store, self._timeout, self._name = store, timeout, name
         self._round = 0
 
     @classmethod
@@ -59,8 +54,10 @@ class Agreement:
         """An agreement among `ranks` of the default process group, this one included. Each of them makes one."""
         if not dist.is_initialized():
             raise RankError("torch.distributed is not initialised, so there are no ranks that could agree")
+        name = "memo_hf/" + ".".join(map(str, ranks))
+        _numbers[name] += 1
         store = _get_default_store()
-        return cls(store, dist.get_rank(), ranks, store.timeout, _numbers)
+        return cls(store, dist.get_rank(), ranks, store.timeout, f"{name}/{_numbers[name]}")
 
     def exchange(self, what: str, facts) -> dict[int, object]:
         """Tell `facts` (anything that pickles) and hear those of the others, by rank in ascending order.
@@ -70,16 +67,8 @@ class Agreement:
         self._round += 1
         try:
             self._store.set(self._key(self.rank), pickle.dumps((what, facts)))
-            try:
-                self._wait_for_all(what)
-            except RankError:  # Nobody is to take it for what is told another time.
-                self._store.delete_key(self._key(self.rank))
-                self._round -= 1
-                raise
+            self._wait_for_all(what)
             told = {rank: pickle.loads(self._store.get(self._key(rank))) for rank in self.ranks}
-            if self._number is None:
-                self._number = self._numbers[self._name]
-                self._numbers[self._name] += 1
             if self._round > 1:  # all have come here, so all have read what was told before
                 self._store.delete_key(self._key(self.rank, self._round - 1))
         except dist.DistError as error:
@@ -91,8 +80,7 @@ class Agreement:
         return {rank: facts for rank, (_, facts) in told.items()}
 
     def _key(self, rank: int, number: int | None = None) -> str:
-        agreement = self._numbers[self._name] if self._number is None else self._number
-        return f"{self._name}/{agreement}/{number or self._round}/{rank}"
+        return f"{self._name}/{number or self._round}/{rank}"
 
     def _wait_for_all(self, what: str) -> None:
         keys = [self._key(rank) for rank in self.ranks]

@@ -1,7 +1,6 @@
 """Ranks that agree: threads on one store stand in for processes, which test_gradients_distributed.py starts."""
 
 import dataclasses
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -55,18 +54,6 @@ def test_a_rank_that_does_not_come_is_named():
     for rank, error in zip((0, 2), found, strict=True):
         assert f"ranks 1, 3 did not come to pass 1 within 0.2 s, where rank {rank} waits" in str(error)
         assert "ddp_timeout" in str(error)
-
-
-def test_one_that_failed_leaves_nothing_for_the_next():
-    store, numbers = dist.HashStore(), [Counter(), Counter()]
-    ranks = [lambda timeout, r=r: Agreement(store, r, (0, 1), timedelta(seconds=timeout), numbers[r]) for r in (0, 1)]
-    with pytest.raises(RankError, match="rank 1 did not come"):
-        ranks[0](0.1).exchange("pass 1", "old")
-    assert store.num_keys() == 0
-    with ThreadPoolExecutor(2) as pool:
-        for facts in ("new", "newer"):
-            told = pool.map(lambda rank, facts=facts: rank(20.0).exchange("pass 1", facts), ranks)
-            assert list(told) == [{0: facts, 1: facts}] * 2
 
 
 def test_ranks_at_different_places_are_named():

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from memo_hf.agreement import Agreement
 from memo_hf.errors import HostMemoryError, RankError
 from memo_hf.layers.check import StackVerdict, Verdict, check_stack
 
@@ -151,6 +152,7 @@ def absent(rank):
     """Both build the model, and one of them never trains it. DDP's own broadcast of buffers would wait before us."""
     wrapped = DistributedDataParallel(model := full(), broadcast_buffers=False)
     if rank == 1:
+        Agreement.of(range(RANKS))  # Later agreements have the same number on both.
         return None
     store = _get_default_store()
     before = store.timeout
