@@ -4,9 +4,9 @@
     python recipes/perplexity_by_position.py                # a slice of two layers: minutes on a CPU
     python recipes/perplexity_by_position.py --layers 30 --fit_steps 0 --device cuda ...    # the whole model
 
-A model cut to its first layers no longer speaks, so the slice is fitted to short sequences of the same text first. Then
-its positions are stretched (YaRN), and it is trained on long sequences twice: with memo_hf and without. Held out are the
-two longest documents. docs/long_text.md tells more.
+A model cut to its first layers no longer speaks, so the slice is fitted to short sequences of the same text first.
+Then its positions are stretched (YaRN), and it is trained on long sequences twice: with memo_hf and without. Held out
+are the two longest documents. docs/long_text.md tells more.
 """
 
 import argparse
@@ -30,9 +30,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--dataset", default="stdlib", help="text files, as for the other recipes")
     add("--layers", type=int, default=2, help="keep only this many of the decoder layers")
     add("--fit_len", type=parse_count, default=512, help="tokens of a sequence on which the slice is fitted")
-    add("--fit_steps", type=int, default=40, help="0: the model is taken as it is")
-    add("--seq_len", type=parse_count, default=10240, help="tokens of a sequence, beyond what the model was trained at")
-    add("--steps", type=int, default=3, help="training steps at that length")
+    add("--fit_steps", type=int, default=60, help="0: the model is taken as it is")
+    add("--seq_len", type=parse_count, default=9216, help="tokens of a sequence, beyond what the model was trained at")
+    add("--steps", type=int, default=2, help="training steps at that length")
     add("--learning_rate", type=float, default=5e-4)
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--output_dir", default="outputs/perplexity_by_position")
@@ -60,7 +60,8 @@ def train(model, tokenizer, documents: Dataset, seq_len: int, steps: int, option
     )
     stream = documents.shuffle(seed=training.seed).to_iterable_dataset()
     data = long_sequences(stream, tokenizer, seq_len)
-    trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=MemoConfig() if memo else None)
+    config = MemoConfig(unswapped_layers=min(2, options.layers // 2))  # a slice of two layers would keep both
+    trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=config if memo else None)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
