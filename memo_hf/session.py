@@ -10,6 +10,7 @@ import logging
 import os
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +18,17 @@ from torch import nn
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import HostMemoryError, MemoError, UnsupportedModelError
+from memo_hf.joint import JointDecisions
 from memo_hf.layers.attention import register
 from memo_hf.layers.check import StackVerdict, Verdict, check_stack
 from memo_hf.layers.locate import Stack, find_stacks
 from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
-from memo_hf.layers.refusals import refuse_replicas, refuse_what_cannot_be
+from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
+from memo_hf.layers.zero import Leaves, offloaded_bytes, refuse_late_enabling, refuse_settings
 from memo_hf.patched_stack import PatchedStack, enabled_layers
-from memo_hf.planner.budgets import host_budget_bytes
+from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
 from memo_hf.planning import Planner
 from memo_hf.report.summary import summary
 from memo_hf.serving import Serving, ServingStats
@@ -97,7 +100,8 @@ class Session:
         config: the settings.
 
     Raises:
-        UnsupportedModelError: no decoder layers, a compiled model, or one that is already enabled.
+        UnsupportedModelError: no decoder layers, a compiled model, one that is already enabled, or one that is split by
+            tensor parallelism.
         ConfigError: activation checkpointing is on as well.
         MemoError: the planned allocator is asked for and cannot be.
     """
@@ -108,22 +112,31 @@ class Session:
         self._patches: list[Patch] = []
         self.planners: list[Planner] = []
         self._undo_loss = None
+        self._leaves: Leaves | None = None
         self._layers: list[LayerStats] = []
         self.host_budget_bytes: int | None = None
+        self.joint = JointDecisions(self)
+        self._stacks: list[PatchedStack] = []
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = 0
         self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
         self._has_warned_of_nothing = False
         register()
         refuse_what_cannot_be(model)
+        refuse_tensor_parallelism(model)
+        refuse_settings()
         stacks = find_stacks(model)
-        if any(layer in enabled_layers for stack in stacks for _, layer in stack.layers):
+        layers = [layer for stack in stacks for layer in stack.layers]
+        refuse_late_enabling(layers)
+        if any(layer in enabled_layers for _, layer in layers):
             raise UnsupportedModelError(
                 f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
                 "model that it was enabled on first"
             )
+        self._host_bytes_before = read_host_memory().free_bytes if self._offloaded_bytes() else 0
         self.serving = Serving(model, config)
         try:
+            self._leaves = Leaves([layer for _, layer in layers])
             for index, stack in enumerate(stacks):
                 self._install(stack, share=(index, len(stacks)))
             if config.chunked_loss:
@@ -140,12 +153,17 @@ class Session:
         return self.planners[0].choice.swap_fraction
 
     @property
+    def layers(self) -> tuple[LayerStats, ...]:
+        """Every decoder layer with its mode and the reason for it."""
+        return tuple(self._layers)
+
+    @property
     def stats(self) -> SessionStats:
         """Frozen figures of this moment."""
         traffic = self._engine.stats if self._engine else None
         swapped = traffic.swapped_bytes if traffic else 0
         return SessionStats(
-            layers=tuple(self._layers),
+            layers=self.layers,
             swap_fraction=self.swap_fraction,
             qkv="rebuild" if self.planners[0].choice.rebuild_qkv else "swap",
             strategy=self.planners[0].strategy,
@@ -193,7 +211,11 @@ class Session:
         if self._undo_loss:
             self._undo_loss()
             self._undo_loss = None
+        if self._leaves:
+            self._leaves.undo()
+            self._leaves = None
         self._close_engine()
+        self.joint.close()
         self.serving.close()
         _sessions.pop(id(self.model), None)
 
@@ -209,6 +231,7 @@ class Session:
         layers = [layer for _, layer in stack.layers]
         self.planners.append(Planner(self.config, self.model, layers, attends=attends, share=share))
         patched = PatchedStack(self, stack, checked.layers, self.planners[-1])
+        self._stacks.append(patched)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
             self._layers.append(LayerStats(name, "token" if verdict.recipe else "layer", verdict.reason))
             self._patches.append(Patch(layer, patched.layer_forward(index, name, layer, verdict)))
@@ -229,24 +252,50 @@ class Session:
         if self._engine is not None and self._engine.device != device:
             self._close_engine()
         if self._engine is None:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
-            others = self.config.bytes_of("host_memory_for_others") or 0
-            self.host_budget_bytes = host_budget_bytes(
-                self.config.host_memory_bytes, local_ranks=local_ranks, other_bytes=others
-            )
+            self.host_budget_bytes = self._host_budget_bytes()
             self._engine = SwapEngine(device, self.host_budget_bytes)
         return self._engine
+
+    def _host_budget_bytes(self) -> int:
+        if self.joint.host_share is not None:
+            return self.joint.host_share.num_bytes
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
+        others = self.host_bytes_for_others()
+        return host_budget_bytes(self.config.host_memory_bytes, local_ranks=local_ranks, other_bytes=others)
+
+    def host_bytes_for_others(self) -> int:
+        """Host bytes of this node that others will still take: as set, or what DeepSpeed offloads to."""
+        declared = self.config.bytes_of("host_memory_for_others")
+        offloaded = self._offloaded_bytes() if declared is None else declared
+        if declared is not None or not offloaded or self.config.host_memory_bytes is not None:
+            return offloaded  # A budget set by hand is not what is free now.
+        taken = max(0, self._host_bytes_before - read_host_memory().free_bytes)
+        return max(0, offloaded - taken)
+
+    def _offloaded_bytes(self) -> int:
+        ranks, local_ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return offloaded_bytes(self.model.parameters(), ranks=ranks, local_ranks=local_ranks)
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
         """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
         needed = num_bytes_per_layer * num_layers
+        share = self.joint.host_share
+        whose = "this rank's budget" if share is None else f"the budget of rank {share.rank}, the least of all,"
         if self.host_budget_bytes is not None and needed > self.host_budget_bytes:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
                 f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
-                f"and this rank's budget is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
+                f"and {whose} is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
                 "Raise MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
+
+    def begin_pass(self, stack: Stack, device: torch.device) -> None:
+        """A training forward pass of `stack` begins, which may be too short to gain.
+
+        Of several stacks the last one counts: a vision tower does not run in each pass, the decoder does.
+        """
+        if stack.name == self._stacks[-1].name:
+            self.joint.begin_forward(device)
 
     def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int, shape: tuple[int, int]) -> None:
         """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
@@ -270,8 +319,23 @@ class Session:
 
     def fall_back(self, stack: Stack, reason: str) -> None:
         """From now on every layer of `stack` runs in layer mode."""
-        names = {name for name, _ in stack.layers}
-        self._layers = [LayerStats(s.name, "layer", reason) if s.name in names else s for s in self._layers]
+        self._note_whole({name: reason for name, _ in stack.layers})
+
+    def train_with(self, ranks: Sequence[int]) -> None:
+        """This model is trained together with these ranks of the default process group, which agree from the next
+        training forward pass on. Only for engines that leave no mark on the model (ZeRO-1 and 2); others are seen."""
+        self.joint.train_with(ranks)
+
+    def run_whole(self, reasons: dict[str, str]) -> None:
+        """From now on the layers named in `reasons` run in layer mode, for these reasons, of which it warns."""
+        for reason, number in Counter(reasons.values()).items():
+            logger.warning(f"memo_hf: {number} layers fall back to layer mode with those of other ranks: {reason}")
+        for stack in self._stacks:
+            stack.run_whole(set(reasons))
+        self._note_whole(reasons)
+
+    def _note_whole(self, reasons: dict[str, str]) -> None:
+        self._layers = [LayerStats(s.name, "layer", reasons[s.name]) if s.name in reasons else s for s in self._layers]
 
     def end_forward(self, stack: Stack, step: Step) -> None:
         """A training forward pass of `stack` is over. Says so, once, where it had nothing to swap."""

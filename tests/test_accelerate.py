@@ -130,7 +130,7 @@ def test_refuses_compiling():
         MemoAccelerator(memo_plugin=PLUGIN, dynamo_backend="eager")
 
 
-def test_refuses_fsdp_checkpointing_and_split_sequences():  # case 68
+def test_refuses_fsdp_checkpointing_and_what_splits_attention():  # case 68
     from types import SimpleNamespace
 
     from memo_hf.integrations.accelerate import refuse_conflicts
@@ -142,8 +142,11 @@ def test_refuses_fsdp_checkpointing_and_split_sequences():  # case 68
     refuse_conflicts(accelerator(False, None))
     with pytest.raises(ConfigError, match="activation_checkpointing=False in fsdp_config"):
         refuse_conflicts(accelerator(True, None))
-    with pytest.raises(ConfigError, match="cp_size 2"):
+    with pytest.raises(ConfigError, match=r"context parallelism is on \(cp_size=2\).*sp_backend='deepspeed'"):
         refuse_conflicts(accelerator(False, ParallelismConfig(cp_size=2)))
+    with pytest.raises(ConfigError, match=r"tensor parallelism is on \(tp_size=2\)"):
+        refuse_conflicts(accelerator(False, ParallelismConfig(tp_size=2)))
+    refuse_conflicts(accelerator(False, ParallelismConfig(sp_size=2)))
 
 
 def test_the_plugin_takes_a_dictionary():

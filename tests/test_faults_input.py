@@ -130,3 +130,21 @@ def test_input_without_two_tokens_runs_untouched():
     for ids in (IDS[:, :1], IDS[:1, :1]):
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert session.stats.forwards == 0 and session.stats.stock_forwards == 2
+
+
+def test_a_hook_inside_of_a_layer_is_warned_of_once(caplog):
+    model, seen = small(), []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    model.model.layers[0].register_forward_hook(lambda *_: None)  # around the layer: sees all tokens, and the graph
+    enabled(model, **TOKEN)
+    for _ in range(2):
+        gradients(model, IDS)
+    messages = [record.message for record in caplog.records if "forward hook" in record.message]
+    assert len(messages) == 1 and "a forward hook on model.layers.1.mlp is called for each chunk" in messages[0]
+    assert "MemoConfig(mode='layer')" in messages[0] and any(not output.requires_grad for output in seen)
+    handle.remove()
+    memo_hf.disable(model)
+    caplog.clear()
+    enabled(model, **TOKEN)
+    gradients(model, IDS)
+    assert not [record for record in caplog.records if "forward hook" in record.message]

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from memo_hf import patched_stack, session
-from memo_hf.layers import call, check, layer_mode, patch, refusals, step, token_mode, tokenwise
+from memo_hf.layers import attention_saves, call, check, layer_mode, patch, refusals, step, tokenwise
 from memo_hf.swap import cpu_threads, engine, group
 from tests import (
     test_faults_identity,
@@ -77,7 +77,7 @@ MUTATIONS = {
         order(SOME, eagerness=0.1),
     ),
     "no wait before the next offload": (
-        engine.SwapEngine, "open_group",
+        engine.SwapEngine, "_let_go",
         "self._backend.wait(copy)", "pass",
         red(test_faults_races.test_rounding_buffers_are_two),
     ),
@@ -205,12 +205,12 @@ MUTATIONS = {
         red(test_faults_identity.test_bytes_swapped_are_what_the_shapes_say),
     ),
     "queries are rebuilt with another layout": (
-        token_mode._RebuiltView, "get",
+        attention_saves._RebuiltView, "get",
         ".as_strided(*self._layout)", "",
         order({**REBUILD, "unswapped_layers": 0}),
     ),
     "a rebuilt key for a query": (
-        token_mode._Rebuilder, "view_of",
+        attention_saves.Rebuilder, "view_of",
         "_RebuiltView(self, position, tensor)", "_RebuiltView(self, 0, tensor)",
         order({**REBUILD, "unswapped_layers": 0}),
     ),

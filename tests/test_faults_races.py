@@ -10,6 +10,7 @@ import memo_hf.session
 from memo_hf.swap import SwapGroup
 from tests.harness.sessions import (
     IDS,
+    REBUILD,
     SETTINGS,
     TOKEN,
     assert_nothing_left,
@@ -22,12 +23,12 @@ from tests.harness.sessions import (
 from tests.tiny_models import gradients, random_ids, worst_relative_error
 
 
-def check_any_order(monkeypatch, settings, seed=0, eagerness=0.3, steps=2, family="llama"):
+def check_any_order(monkeypatch, settings, seed=0, eagerness=0.3, steps=2, family="llama", short=False):
     """Gradients of `steps` steps equal those of the same chunks kept on the device, and the plain model's nearly."""
     model = small(family)
     plain = gradients(model, IDS)
     expected = kept(model, settings=settings)
-    backends = simulate(monkeypatch, seed, eagerness)
+    backends = simulate(monkeypatch, seed, eagerness, short)
     session = enabled(model, **settings)
     assert {stats.mode for stats in session.stats.layers} == {"layer" if settings.get("mode") == "layer" else "token"}
     for _ in range(steps):
@@ -43,6 +44,11 @@ def check_any_order(monkeypatch, settings, seed=0, eagerness=0.3, steps=2, famil
 @pytest.mark.parametrize("seed, eagerness", [(0, 0.0), (1, 0.3), (2, 0.9)])
 def test_any_legal_order_gives_the_same_gradients(monkeypatch, settings, seed, eagerness):  # cases 1, 3, 7, 8 and 10
     check_any_order(monkeypatch, SETTINGS[settings], seed, eagerness)
+
+
+@pytest.mark.parametrize("settings", [TOKEN, REBUILD], ids=["token", "rebuild"])
+def test_device_memory_that_goes_chunk_by_chunk(monkeypatch, settings):
+    check_any_order(monkeypatch, settings, eagerness=0.0, short=True)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
@@ -216,7 +222,7 @@ def test_an_address_within_a_group(monkeypatch):  # case 33
     group, handles = engine.open_group(), []
     for number in range(50):
         handles.append(group.put(torch.full((1000,), float(number))))
-        engine.stats  # noqa: B018 (lets device memory go)
+        engine.let_go()
     assert all(torch.all(handle.get() == number) for number, handle in enumerate(handles))
     engine.close()
 

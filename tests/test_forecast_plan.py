@@ -14,8 +14,10 @@ from memo_hf.forecasting.api import make_setup
 from memo_hf.forecasting.find import max_seq_len, min_gpus
 from memo_hf.forecasting.forecast import fits, layer_costs
 from memo_hf.forecasting.memory import layer_bytes
+from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
+from memo_hf.planner.layer_costs import estimated_peaks
 
 HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
 HEADLINE += ["--host-memory", "2TiB"]
@@ -272,3 +274,20 @@ def test_layers_of_two_kinds():
     assert (windowed.num_layers, whole.num_layers, windowed.num_kept, whole.num_kept) == (2, 2, 1, 1)
     assert windowed.attend_forward_seconds < whole.attend_forward_seconds / 20
     assert isinstance(setup, Setup) and memo_hf.forecast(config, 65536).fits
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-7b", "qwen3-30b-a3b", "smollm2-135m"])
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_peaks_that_are_estimated_from_measured_bytes_are_near_the_described(model, train):
+    """What bounds the plan of models that are not described here, held against models that are."""
+    for seq_len in ("32K", "256K"):
+        setup = make_setup(model, seq_len, device="h100", train=train)
+        of_a_layer = max(4 * setup.model.finish_parameters(kind) for kind in setup.kinds) if train == "full" else 0
+        layers = layer_costs(setup)
+        estimated = estimated_peaks(layers, of_a_layer, setup.chunk / setup.local_tokens)
+        moments = [m for kind in setup.kinds for m in layer_moments(setup, kind) if m.when != "loss"]
+        for treatment in ("swap", "rebuild", "input"):
+            for fraction in (0.0, 0.5, 1.0):
+                ours = max(p.bytes_at(fraction) for p in estimated if p.treatment == treatment)
+                theirs = max(sum(m.at(fraction).values()) for m in moments if m.treatment == treatment)
+                assert 0.85 < ours / theirs < 1.5, (seq_len, treatment, fraction, ours / theirs)

@@ -116,7 +116,8 @@ def flops(loss):
 
 
 def products(found):
-    return sum(count for operation, count in found.items() if "attention" not in str(operation))
+    # Batched ones are left out: in transformers before 5.18 the rotary table is one.
+    return sum(count for operation, count in found.items() if str(operation) in ("aten.mm", "aten.addmm"))
 
 
 @pytest.mark.parametrize("qkv", ["swap", "rebuild"])

@@ -1,32 +1,35 @@
 """Gradients under DDP and FSDP2 in two real processes over gloo equal those of one process on the joint batch.
 
-The two processes are started once, run every case, and leave their gradients in a file; the tests compare them.
+The two processes are started once, run every case, and leave their gradients in a file; the tests compare them. Each
+case also runs without memo_hf, which may issue no fewer collectives.
 """
 
 import contextlib
 import functools
+from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of, language_loss
+from harness.ranks import RANKS, counted_collectives, result, run_on_ranks
 from peft import LoraConfig, get_peft_model
 from tiny_models import random_ids, tiny
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-RANKS = 2
+LAYERS = 3
 IDS = random_ids(2 * RANKS, 37)  # two rows for each rank
-SETTINGS = dict(swap_fraction=0.5, qkv="rebuild", unswapped_layers=1)
+SETTINGS = dict(swap_fraction=0.5, qkv="rebuild", unswapped_layers=1, chunk_size=32)
+LAYER_MODE = dict(swap_fraction=0.0, mode="layer", unswapped_layers=1)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def full(**changes):
-    return tiny("llama", num_hidden_layers=3, **changes)
+    return tiny("llama", num_hidden_layers=LAYERS, **changes)
 
 
 def lora():
@@ -71,80 +74,122 @@ def accumulated(model, ids):
             (language_loss(model, ids[row : row + 1])() / len(ids)).backward()
 
 
+def accumulated_after_one(model, ids):
+    """As DDP wants it of a static graph: the first backward is reduced, later ones may wait."""
+    one_backward(model, ids)
+    model.zero_grad()
+    accumulated(model, ids)
+
+
 def two_forwards(model, ids):
     """Both rows forward, then both backward at once, as DPO does."""
     sum(language_loss(model, ids[row : row + 1])() / len(ids) for row in range(len(ids))).backward()
 
 
-CASES = {
+sharded = functools.partial(fsdp, reshard_after_forward=True)
+on_host = functools.partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False))
+unused_allowed = functools.partial(ddp, find_unused_parameters=True)
+static = functools.partial(ddp, static_graph=True)
+tied = functools.partial(full, tie_word_embeddings=True)
+RUNS = {
     "DDP": (full, ddp, one_backward),
-    "DDP, find_unused_parameters": (full, functools.partial(ddp, find_unused_parameters=True), one_backward),
-    "DDP, a part unused": (with_unused_head, functools.partial(ddp, find_unused_parameters=True), one_backward),
-    "DDP, tied weights": (functools.partial(full, tie_word_embeddings=True), ddp, one_backward),
-    "DDP, small buckets": (full, functools.partial(ddp, bucket_cap_mb=1e-3), one_backward),
-    "DDP, static graph": (full, functools.partial(ddp, static_graph=True), one_backward),
-    "DDP, LoRA": (lora, ddp, one_backward),
-    "DDP, LoRA, find_unused_parameters": (lora, functools.partial(ddp, find_unused_parameters=True), one_backward),
+    "DDP, find_unused_parameters": (full, unused_allowed, one_backward),
+    "DDP, a part unused": (with_unused_head, unused_allowed, one_backward),
+    "DDP, tied weights": (tied, ddp, one_backward),
+    "DDP, small buckets": (full, functools.partial(ddp, bucket_cap_mb=1e-3), one_backward),  # cases 71 and 72
+    "DDP, static graph": (full, static, one_backward),
+    "DDP, static graph, accumulated": (full, static, accumulated_after_one),
+    "DDP, LoRA": (lora, ddp, one_backward),  # case 88
+    "DDP, LoRA, find_unused_parameters": (lora, unused_allowed, one_backward),
+    "DDP, LoRA, static graph": (lora, static, one_backward),
     "DDP, accumulated": (full, ddp, accumulated),
     "DDP, LoRA, accumulated": (lora, ddp, accumulated),
-    "FSDP2": (full, functools.partial(fsdp, reshard_after_forward=True), one_backward),
-    "FSDP2, LoRA": (lora, functools.partial(fsdp, reshard_after_forward=True), one_backward),
-    "FSDP2, accumulated": (full, functools.partial(fsdp, reshard_after_forward=True), accumulated),
-    "FSDP2, two forwards": (full, functools.partial(fsdp, reshard_after_forward=True), two_forwards),
-    "FSDP2, bf16": (full, functools.partial(fsdp, mp_policy=BF16), one_backward),  # case 52
+    "DDP, layer mode": (full, ddp, one_backward),
+    "FSDP2": (full, sharded, one_backward),
+    "FSDP2, kept whole after forward": (full, functools.partial(fsdp, reshard_after_forward=False), one_backward),
+    "FSDP2, tied weights": (tied, sharded, one_backward),
+    "FSDP2, parameters on the host": (full, on_host, one_backward),
+    "FSDP2, LoRA": (lora, sharded, one_backward),
+    "FSDP2, LoRA, parameters on the host": (lora, on_host, accumulated),
+    "FSDP2, accumulated": (full, sharded, accumulated),
+    "FSDP2, two forwards": (full, sharded, two_forwards),
+    "FSDP2, bf16": (full, functools.partial(sharded, mp_policy=BF16), one_backward),  # case 52
+    "FSDP2, layer mode": (full, sharded, one_backward),
 }
 
 
-def run_case(name, rank, *, memo):
-    """Gradients of one rank, whole."""
-    make, wrap, backward = CASES[name]
+def run(name, rank, *, memo):
+    """Gradients of one rank, whole; and how many collectives of each kind the second step issued."""
+    make, wrap, backward = RUNS[name]
     model, ids = make(), IDS[2 * rank : 2 * rank + 2]
+    settings = LAYER_MODE if "layer mode" in name else SETTINGS
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(enabled(model, **SETTINGS)) if memo else None
+        session = stack.enter_context(enabled(model, **settings)) if memo else None
         wrapped = wrap(model)
+        ready = Counter()
+        for key, parameter in model.named_parameters():
+            if memo and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, key=key: ready.update([key]))
         for _ in range(2):  # the second step shows that the first left nothing
             wrapped.zero_grad()
-            backward(wrapped, ids)
+            ready.clear()
+            with counted_collectives() as collectives:
+                backward(wrapped, ids)
             if memo:
-                assert session.stats.swapped_bytes > 0
+                assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
                 assert_nothing_on_host(session)
+                if backward is one_backward:
+                    assert set(ready.values()) == {1}  # cases 71 and 72
+                if settings is LAYER_MODE:  # each layer that is not kept sends its input, and nothing else
+                    assert session.stats.swapped_bytes == (LAYERS - 1) * ids.numel() * 32 * 4  # case 64
+                assert tuple(session.joint.ranks) == tuple(range(RANKS))
+        if "tied" in name:
+            assert model.lm_head.weight is model.model.embed_tokens.weight  # case 65
+        assert not any("memo" in key for key in model.state_dict())  # case 87
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in gradients.items()}
+        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+        return {n: g.clone() for n, g in whole.items()}, collectives
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    found = {}
-    for name in CASES:
-        try:
-            found[name] = {memo: run_case(name, rank, memo=memo) for memo in [True, False][: 1 + ("bf16" in name)]}
-        except Exception as error:  # of one case, which its own test shows; ranks fail alike
-            found[name] = error
-            if not isinstance(error, AssertionError | RuntimeError):
-                break
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def both(name, rank):
+    return {memo: run(name, rank, memo=memo) for memo in (True, False)}
+
+
+CASES = {name: functools.partial(both, name) for name in RUNS}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return run_on_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", CASES)
+def relevant(gradients):
+    return {**gradients, "random state": None}
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_two_processes_equal_one(ranks, name):
-    for found in ranks:
-        if isinstance(found[name], Exception):
-            raise found[name]
-    ours = ranks[0][name][True]
-    assert all(torch.equal(ours[n], ranks[1][name][True][n]) for n in ours)  # reduced
-    model = CASES[name][0]()
+    found = result(ranks, name)
+    ours, stock = found[0][True][0], found[0][False][0]
+    assert all(torch.equal(ours[n], found[1][True][0][n]) for n in ours)  # reduced
+    model = RUNS[name][0]()
     joint = gradients_of(model, language_loss(model, IDS))
     # DDP gives what is unused a gradient of zeros.
     joint |= {n: torch.zeros_like(p) for n, p in model.named_parameters() if n in ours and n not in joint}
-    if "bf16" in name:
-        assert_close({**ours, "random state": None}, {**ranks[0][name][False], "random state": None}, 2e-2)
-    assert_close({**ours, "random state": None}, joint, 5e-2 if "bf16" in name else 1e-5)
+    assert_close(relevant(ours), relevant(stock), 2e-2 if "bf16" in name else 1e-5)
+    assert_close(relevant(ours), joint, 5e-2 if "bf16" in name else 1e-5)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_collective_beyond_the_engines_own(ranks, name):  # case 67
+    for found in result(ranks, name):
+        assert found[True][1] == found[False][1]
+        assert sum(found[True][1].values()) > 0
+
+
+def test_one_all_gather_per_layer_and_pass(ranks):
+    units = LAYERS + 1  # the root has the rest
+    for name, passes in (("FSDP2", 2), ("FSDP2, kept whole after forward", 1), ("FSDP2, parameters on the host", 2)):
+        for found in result(ranks, name):
+            assert found[True][1]["allgather_base"] == passes * units
+            assert found[True][1]["reduce_scatter_base"] == units

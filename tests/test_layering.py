@@ -17,8 +17,9 @@ ROWS = [
     {"report"},
     {"swap", "allocator"},
     {"profiler"},
-    {"layers"},
+    {"layers", "agreement"},
     {"planning"},
+    {"joint"},
     {"patched_stack", "serving"},
     {"session"},
     {"api"},
@@ -37,6 +38,7 @@ FORBIDDEN_LIBRARIES = {
     "report": {"torch", "transformers", "accelerate", "peft"},
     "swap": {"transformers", "accelerate", "peft"},
     "allocator": {"transformers", "accelerate", "peft"},
+    "agreement": {"transformers", "accelerate", "peft"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

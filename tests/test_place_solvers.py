@@ -8,6 +8,7 @@ import pytest
 
 from memo_hf.errors import PlanError
 from memo_hf.planner import extras
+from memo_hf.planner.core import core_search
 from memo_hf.planner.heuristic import greedy, orders, portfolio, stack
 from memo_hf.planner.mip import count_pairs, mip_search, overlapping_pairs
 from memo_hf.planner.placement import METHODS, place
@@ -139,6 +140,19 @@ def test_order_search_never_makes_it_worse():
     assert again.offsets == placement.offsets  # seeded
 
 
+def test_a_core_is_placed_first():
+    """Many small buffers, and where memory is full a few that no greedy order places in the lower bound."""
+    lives = [(6, 7, 2), (5, 8, 2), (2, 3, 5), (6, 8, 3), (3, 7, 4), (4, 8, 3), (2, 3, 5), (2, 6, 4), (4, 8, 4)]
+    hard = [Buffer(f"hard {i}", 50 + lower, 50 + upper, 100 * size) for i, (lower, upper, size) in enumerate(lives)]
+    easy = [Buffer(f"easy {i}", lower, lower + 3, 1 + i % 7) for i, lower in enumerate([*range(45), *range(60, 110)])]
+    problem = Problem((*easy, *hard))
+    start = portfolio(problem, soon(), problem.lower_bound)
+    assert start.peak > problem.lower_bound
+    placement = verify(core_search(start, soon(5), problem.lower_bound))
+    assert placement.proved and "by tree search, then greedy" in placement.method
+    assert core_search(start, soon(-1), problem.lower_bound) is start
+
+
 def test_time_is_kept():
     problem = random_problem(2, count=400, span=300, largest=10_000)
     began = time.monotonic()
@@ -169,7 +183,7 @@ def test_every_method(method):
         return
     placement = place(GAP, time_limit=10, method=method)
     assert placement.peak == 9
-    assert placement.proved or method in ("greedy", "order")
+    assert placement.proved or method in ("greedy", "core", "order")
 
 
 def test_unknown_method_lists_the_known_ones():

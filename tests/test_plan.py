@@ -107,7 +107,7 @@ def test_a_saved_book_comes_back_equal(tmp_path):
 )
 def test_a_stale_book_is_refused_by_field(tmp_path, field, value, words):
     PlanBook(FINGERPRINT, measurement()).save(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="is stale: " + words):
+    with pytest.raises(PlanError, match="is refused: " + words):
         PlanBook.load(tmp_path / "plan.json", {**FINGERPRINT, field: value})
 
 

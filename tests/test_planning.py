@@ -14,6 +14,8 @@ from tiny_models import gradients, random_ids, tiny, worst_relative_error
 
 import memo_hf
 from memo_hf.errors import HostMemoryError
+from memo_hf.forecasting.running import describe_run
+from memo_hf.planner.plan import Shape
 from memo_hf.report.summary import compared
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[1] / "benchmarks/bench_forecast_cpu.py"))
@@ -134,6 +136,23 @@ def test_a_small_host_lowers_the_fraction_and_is_named():
     session.close()
 
 
+def test_device_memory_bounds_models_that_no_forecast_describes():
+    session = enabled(tiny("deepseek_v3", num_hidden_layers=5), chunk_size=64, qkv="swap", host_memory="1GiB")
+    for _ in range(2):
+        train(session.model, 512)
+    planner, shape = session.planners[0], Shape(1, 512)
+    assert describe_run(session.model, session.config, shape) is None
+    free = dict(to_host_bytes_per_second=1e15, to_device_bytes_per_second=1e15)  # copies cost nothing
+    planner._book.measurement = dataclasses.replace(planner._book.measurement, **free)
+    unbounded = planner._solve(shape)
+    assert unbounded.swap_fraction == 1
+    planner._device_bytes = 0.9 * unbounded.device_bytes
+    bounded = planner._solve(shape)
+    assert bounded.device_bytes <= planner._device_bytes and bounded.swap_fraction < 1
+    assert bounded.binding_limit.startswith("device memory")
+    session.close()
+
+
 def test_a_host_too_small_for_h_and_o_has_layers_that_send_h_alone():
     # h of three layers of 512 tokens: 192 KiB; h and o: 408 KiB.
     session = enabled(chunk_size=64, host_memory="300KiB")
@@ -167,7 +186,10 @@ def test_plans_are_reused_and_stale_ones_refused(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "memo_hf"):
         stale = enabled(chunk_size=64, plan_file=str(path))
         train(stale.model, 256)
-    assert "is stale: torch was '1.0'" in caplog.text and stale.planners[0].measurement is None
+    assert (
+        f"is refused: torch was '1.0' when it was made and is '{torch.__version__}' now" in caplog.text
+        and stale.planners[0].measurement is None
+    )
     train(stale.model, 256)
     assert json.loads(path.read_text())["fingerprint"]["torch"] == torch.__version__
     stale.close()

@@ -93,8 +93,16 @@ def test_functions():
 
 def test_session():
     public = [name for name in vars(Session) if not name.startswith("_")]
-    used_by_the_engine = {"engine", "require_host", "begin_forward", "skip_forward", "fall_back", "end_forward"}
-    assert sorted(set(public) - used_by_the_engine) == ["close", "describe", "report", "stats", "swap_fraction"]
+    used_by_the_engine = {"engine", "require_host", "begin_pass", "begin_forward", "skip_forward", "end_forward"}
+    used_by_the_engine |= {"fall_back", "run_whole", "layers", "host_bytes_for_others"}
+    assert sorted(set(public) - used_by_the_engine) == [
+        "close",
+        "describe",
+        "report",
+        "stats",
+        "swap_fraction",
+        "train_with",
+    ]
     assert fields(LayerStats) == {"name": "str", "mode": "str", "reason": "str"}
     assert fields(SessionStats) == {
         "layers": "tuple[LayerStats, ...]",
@@ -127,6 +135,7 @@ def test_errors():
         errors.HostMemoryError: errors.MemoError,
         errors.DeviceMemoryError: errors.MemoError,
         errors.PlanError: errors.MemoError,
+        errors.RankError: errors.MemoError,
     }
     public = {item for item in vars(errors).values() if inspect.isclass(item)}
     assert public == set(tree)

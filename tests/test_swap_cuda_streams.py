@@ -227,6 +227,11 @@ def test_engine_on_the_cuda_backend():
     engine.open_group()
     assert [handle._stored.offload.buffer is None for handle in handles] == [True, True, False]
     assert cuda.current.log == ["wait_event"] * 2
+    with groups[2].during_work():
+        pass
+    assert cuda.current.log == ["wait_event"] * 2  # a chunk's time is too short to wait for a link
+    groups[2].prefetch()
+    assert handles[2]._stored.device is not None and handles[2]._stored.fetch is None  # it had not left yet
     groups[0].prefetch()
     fetch_event = handles[0]._stored.fetch.event
     assert [handle.get()[0].item() for handle in handles] == [0, 1, 2]

@@ -52,11 +52,15 @@ class Run:
         return host, highest.bytes_at(fraction), highest.when
 
 
-def describe_run(model, config: MemoConfig, shape: Shape, swap_fraction: float | None = None) -> Run | None:
+def describe_run(
+    model, config: MemoConfig, shape: Shape, swap_fraction: float | None = None, sequence_parallel: int = 1
+) -> Run | None:
     """`model` at `shape`, or None where it is not among what the forecast describes.
 
     Args:
         model: a transformers model, or a peft model around one.
+        shape: of the batch of one rank.
+        sequence_parallel: how many ranks share a sequence.
     """
     weight = next(iter(model.parameters()))
     on_cpu = weight.device.type == "cpu"
@@ -72,7 +76,9 @@ def describe_run(model, config: MemoConfig, shape: Shape, swap_fraction: float |
         setup = Setup(
             model=ModelShape.from_config(type(model).__name__, values),
             device=this_cpu(1.0) if on_cpu else find_device("h100"),  # its rates are not asked for
-            seq_len=shape.seq_len,
+            seq_len=shape.seq_len * sequence_parallel,
+            gpus=sequence_parallel,
+            sequence_parallel=sequence_parallel,
             batch=shape.batch,
             training=training,
             chunk_tokens=config.chunk_size,

@@ -1,7 +1,7 @@
 """`MemoAccelerator`: an `accelerate.Accelerator` that turns memo_hf on for the models it prepares.
 
 Called by users' own training loops. It must not know how memo_hf works: it calls `enable`, and closes what it opened.
-`refuse_conflicts` is shared with the Trainer integration, since both rest on an Accelerator's settings.
+`refuse_conflicts` and `enable_under` are shared with the Trainer integration: both rest on an Accelerator.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from memo_hf.api import enable
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError
+from memo_hf.layers.refusals import CONTEXT_PARALLEL, TENSOR_PARALLEL
+from memo_hf.session import Session
 
 # What these three prepare is sharded or moved by themselves, so a model is not put on the device before them.
 _PLACE_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -53,11 +55,21 @@ def refuse_conflicts(accelerator: Accelerator) -> None:
             "at run time. Turn it off: torch_compile=False for Trainer, dynamo_backend='no' for Accelerator"
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
-    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+    if parallelism is not None and parallelism.cp_enabled:
         raise ConfigError(
-            f"context or sequence parallelism is on (cp_size {parallelism.cp_size}, sp_size {parallelism.sp_size}): it "
-            "replaces the attention that memo_hf runs. Set both to 1 in ParallelismConfig"
+            f"context parallelism is on (cp_size={parallelism.cp_size}), whose ring attention cannot run: "
+            f"{CONTEXT_PARALLEL}"
         )
+    if parallelism is not None and parallelism.tp_enabled:
+        raise ConfigError(f"tensor parallelism is on (tp_size={parallelism.tp_size}): {TENSOR_PARALLEL}")
+
+
+def enable_under(accelerator: Accelerator, model: torch.nn.Module, config: MemoConfig) -> Session:
+    """`memo_hf.enable(model, config)`, with the other processes known where the engine leaves no mark on the model."""
+    session = enable(model, config)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        session.train_with(range(accelerator.num_processes))
+    return session
 
 
 @dataclass
@@ -80,7 +92,7 @@ class MemoAccelerator(Accelerator):
     opened, in the order of the models; `free_memory` and `end_training` close it.
 
     Raises:
-        ConfigError: the accelerator also checkpoints activations, compiles, or splits sequences.
+        ConfigError: the accelerator also checkpoints activations, compiles, or runs context or tensor parallelism.
         UnsupportedModelError: from `prepare`, for a model that memo_hf cannot run.
     """
 
@@ -117,7 +129,7 @@ class MemoAccelerator(Accelerator):
         # memo_hf checks the model on the device where it will train; Accelerator would move it only when it wraps it.
         if place and self.distributed_type not in _PLACE_THEMSELVES and not self.verify_device_map(module):
             model.to(self.device)
-        self.memo_sessions.append(enable(model, self.memo_plugin.config))
+        self.memo_sessions.append(enable_under(self, model, self.memo_plugin.config))
 
     def _close_sessions(self, start: int = 0) -> None:
         sessions, self.memo_sessions[start:] = self.memo_sessions[start:], []
@@ -125,8 +137,9 @@ class MemoAccelerator(Accelerator):
             session.close()
 
     def free_memory(self, *objects):
+        objects = super().free_memory(*objects)  # first: an engine of DeepSpeed's has its hooks on the layers
         self._close_sessions()
-        return super().free_memory(*objects)
+        return objects
 
     def end_training(self):
         self._close_sessions()

@@ -13,10 +13,9 @@ import warnings
 
 from transformers import Trainer
 
-from memo_hf.api import enable
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError, MemoError
-from memo_hf.integrations.accelerate import as_config, refuse_conflicts
+from memo_hf.integrations.accelerate import as_config, enable_under, refuse_conflicts
 
 _GIB = 2**30
 # The same switch under the name of today, and under the one that older releases and TRL use.
@@ -62,7 +61,9 @@ class MemoTrainerMixin:
         config = self.memo_config
         if config.plan_file is None and config.swap_fraction is None and self.args.output_dir:
             config = dataclasses.replace(config, plan_file=os.path.join(self.args.output_dir, "memo_plan.json"))
-        self.memo_session = session = enable(self.model, config)
+        # As the loop itself does first: it ends DeepSpeed's engine of the loop before, which is still on the model.
+        self.accelerator.free_memory()
+        self.memo_session = session = enable_under(self.accelerator, self.model, config)
         self._memo_checked = False
         try:
             self._say(session.describe())

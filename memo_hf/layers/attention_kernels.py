@@ -24,6 +24,7 @@ from memo_hf.layers.attention_blocks import Sight, flash_blocks
 from memo_hf.layers.attention_math import MathAttention
 from memo_hf.layers.documents import Documents
 from memo_hf.layers.roles import attention_set_to
+from memo_hf.layers.sequence_parallel import core_attention
 
 _CUDA_FLASH_WIDTH = 256
 
@@ -127,6 +128,12 @@ def attend(
                 f"the mask for {type(module).__name__} is {kinds[pattern.causal]} while its attention is "
                 f"{kinds[is_causal]}, so its meaning is unclear. Train this model without memo_hf"
             )
+        if pattern.chunk is not None and query.shape[2] > pattern.chunk:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends in chunks of {pattern.chunk} tokens and the ranks that share a "
+                f"sequence have {query.shape[2]}; memo_hf has no kernel for it. Train without memo_hf, or on shorter "
+                "sequences"
+            )
         sliding_window = pattern.window
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -177,7 +184,7 @@ def _attend_as_transformers(module, query, key, value, implementation, documents
         )
     # The function loads the kernel that the module's configuration names.
     with attention_set_to(implementation, (module.config,)):
-        return ALL_ATTENTION_FUNCTIONS[implementation](module, query, key, value, padding_mask, **arguments)[0]
+        return core_attention(implementation)(module, query, key, value, padding_mask, **arguments)[0]
 
 
 def _cuda_flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -23,11 +23,13 @@ class MaskPattern:
         causal: no token sees later ones.
         window: the sliding window, or None.
         packed: it keeps packed documents apart. Not every model asks for that.
+        chunk: tokens attend within chunks of so many, which hold all tokens of this rank; or None.
     """
 
     causal: bool
     window: int | None
     packed: bool = False
+    chunk: int | None = None
 
 
 def memo_mask(
@@ -83,7 +85,7 @@ def mask_pattern(mask_function, tokens: int) -> MaskPattern:
     Raises:
         UnsupportedModelError: it holds a part that memo_hf has no kernel for, or one that it does not know.
     """
-    causal, window, packed = False, None, False
+    causal, window, packed, chunk = False, None, False, None
     for name, values in _parts(mask_function):
         if name == "causal_mask_function":
             causal = True
@@ -92,14 +94,14 @@ def mask_pattern(mask_function, tokens: int) -> MaskPattern:
         elif name == "packed_sequence_mask_function":
             packed = True
         elif name == "chunked_overlay" and tokens <= values["chunk_size"]:
-            pass  # the whole batch lies within one chunk
+            chunk = values["chunk_size"]  # the whole batch lies within one
         elif name != "bidirectional_mask_function":
             raise UnsupportedModelError(
                 f"the model's attention mask is made with {name}; memo_hf has kernels for causal and bidirectional "
                 "attention, with or without a sliding window, over packed or padded batches. Train this model, or "
                 "these batches, without memo_hf"
             )
-    return MaskPattern(causal, window, packed)
+    return MaskPattern(causal, window, packed, chunk)
 
 
 def _parts(mask_function):

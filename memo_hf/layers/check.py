@@ -28,11 +28,14 @@ from memo_hf.layers.roles import (
     playing,
     substituted,
 )
+from memo_hf.layers.sequence_parallel import without_all_to_alls
 from memo_hf.layers.token_mode import Recipe, TokenLayer
 from memo_hf.layers.unread import can_be_unread
+from memo_hf.layers.zero import full_shape, gathered
 
 _BATCH, _TOKENS, _PERTURBED = 2, 13, 6
 _CHUNKS = ((0, 5), (5, 6), (6, 13))
+_OF_ZERO = ("ds_", "applied_pre_backward")  # What DeepSpeed numbers and counts on a module.
 _MOVED = 1e-4  # Relative to the largest output, in fp32.
 
 
@@ -74,8 +77,14 @@ def check_stack(stack: Stack) -> StackVerdict:
         name = "eager"  # The model will move; its own kernel does not run here.
     layers = [layer for _, layer in stack.layers]
     kinds = [_kind(layer) for layer in layers]
+    needed = _parameters_needed(stack, layers, kinds)
     devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(stack.module):
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        _evaluating(stack.module),
+        without_all_to_alls(name),
+        gathered(needed),
+    ):
         try:
             own = _calls(stack, layers, kinds, name, {})
             after = _after_layers(stack, layers, own, name)
@@ -124,13 +133,23 @@ def _kind(layer: nn.Module) -> tuple:
             tuple(
                 (key, item)
                 for key, item in sorted(vars(module).items())
-                if isinstance(item, simple) and key not in ("layer_idx", "training", "layer_index")
+                if isinstance(item, simple)
+                and key not in ("layer_idx", "training", "layer_index")
+                and not key.startswith(_OF_ZERO)
             ),
             patched(module),
-            tuple((name, parameter.shape) for name, parameter in module.named_parameters(recurse=False)),
+            tuple((name, full_shape(parameter)) for name, parameter in module.named_parameters(recurse=False)),
         )
         for path, module in layer.named_modules()
     )
+
+
+def _parameters_needed(stack: Stack, layers: list[nn.Module], kinds: list) -> list[nn.Parameter]:
+    """Those outside of the layers, and of one layer of each kind: only they run."""
+    first = {kind: layer for kind, layer in reversed(list(zip(kinds, layers, strict=True)))}
+    others = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in stack.module.parameters() if parameter not in others]
+    return outside + [parameter for layer in first.values() for parameter in layer.parameters()]
 
 
 def _brief(error: Exception) -> str:

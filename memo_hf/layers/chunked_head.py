@@ -22,6 +22,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from memo_hf.layers.zero import is_partitioned
+
 
 def autocast_now(device: torch.device) -> contextlib.AbstractContextManager:
     """A context that brings back today's autocast state for `device`, to be entered later, perhaps more than once."""
@@ -102,17 +104,25 @@ class HeadCall:
         self.autocast = autocast_now(hidden.device)
         self.slots = [(m, key, p) for m in head.modules() for key, p in m._parameters.items() if p is not None]
         self.trainable = list({id(p): p for _, _, p in self.slots if p.requires_grad}.values())
+        # ZeRO-3 has gathered them for this call; they are kept for the first job, so that it gathers nothing.
+        self.whole = {id(p): p.detach() for _, _, p in self.slots if is_partitioned(p)}
         self.ledger: list = []
 
     def run(self, function):
         """`function()` in a forward pass, with the head's parameters at hand.
 
-        Where hooks of the head gather them (ZeRO-3), it runs inside the head's own call, so that they are gathered once
-        for all chunks. In backward a hook on the head's output has gathered them.
+        Where hooks of the head gather them (ZeRO-3), the first job has them from the call that was put off. Another one
+        runs inside the head's own call, so that they are gathered once for all chunks. In backward a hook on the head's
+        output has gathered them.
         """
-        gathered_by_hooks = any(hasattr(p, "ds_id") for _, _, p in self.slots)
+        gathered_by_hooks = any(is_partitioned(p) for _, _, p in self.slots)
         with self.autocast:  # the outermost context keeps autocast's copy of the weight for all chunks
-            return self.head(InsideHead(function)) if gathered_by_hooks else function()
+            if gathered_by_hooks and not self.whole:
+                return self.head(InsideHead(function))
+            try:
+                return function()
+            finally:
+                self.whole = {}
 
     @contextlib.contextmanager
     def leaves(self, trainable: bool = True):
@@ -120,15 +130,17 @@ class HeadCall:
 
         Yields those of `self.trainable`, which require gradients if `trainable`.
         """
-        aliases = {}
+        aliases, before = {}, []
         for module, key, parameter in self.slots:
-            now = module._parameters[key]
+            # Not asked for under ZeRO-3, which would gather it then.
+            now = parameter if is_partitioned(parameter) else module._parameters[key]
+            before.append((module, key, now))
+            now = self.whole.get(id(parameter), now)
             if now is not parameter:  # FSDP2 has sharded it again: the loss is computed outside the model
                 now = (now.full_tensor() if isinstance(now, DTensor) else now).to(parameter.dtype)
             if parameter.requires_grad:
                 now = now.detach().requires_grad_(trainable)
             aliases.setdefault(id(parameter), now)
-        before = [(module, key, module._parameters[key]) for module, key, _ in self.slots]
         try:
             for module, key, parameter in self.slots:
                 module._parameters[key] = aliases[id(parameter)]
@@ -268,12 +280,13 @@ class RowJob:
 
     def forward(self):
         def chunks():
-            return torch.cat(
-                [
-                    self.function(self.evaluate(self.call.forward(self.call.rows(rows))), *args)
-                    for rows, *args in self._chunks()
-                ]
-            )
+            with self.call.leaves(trainable=False):
+                return torch.cat(
+                    [
+                        self.function(self.evaluate(self.call.forward(self.call.rows(rows))), *args)
+                        for rows, *args in self._chunks()
+                    ]
+                )
 
         with torch.no_grad():
             return self.call.run(chunks)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.call import LayerCall
 from memo_hf.layers.roles import Whole, playing
 from memo_hf.layers.step import WHOLE, LayerRecord, Step
@@ -34,8 +35,14 @@ class WholeLayer:
 
         def run(hidden):
             args, kwargs = call.whole(hidden)
-            with playing(Whole(step.attend), self.configs):
-                return self.forward(*args, **kwargs)
+            with playing(Whole(step.attend), self.configs) as role:
+                output = self.forward(*args, **kwargs)
+            if step.sequence is not None and self.configs and not role.num_calls:
+                raise UnsupportedModelError(
+                    f"{name} mixes tokens without transformers' attention interface, so under sequence parallelism it "
+                    "would see this rank's tokens alone. Train this model without sequence parallelism"
+                )
+            return output
 
         with step.layer(index, name, self.layer, hidden) as record, _InputSaves(record, hidden).hooks():
             record.mark("forward whole")

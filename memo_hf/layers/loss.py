@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from memo_hf.layers.chunked_head import HeadCall, InsideHead
@@ -41,7 +42,10 @@ class ChunkedLoss:
             if isinstance(hidden, InsideHead):
                 return hidden.function()
             rows = self._rows_at_once(model, head, hidden, chunk_tokens) if not args and not kwargs else None
-            if rows is not None and hidden.shape[:-1].numel() < min_tokens:
+            num_tokens = hidden.shape[:-1].numel()
+            # Where FSDP2 shards the head, a loss outside of the model gathers it: on all ranks, however few the tokens.
+            is_sharded = isinstance(model, FSDPModule) or isinstance(head, FSDPModule)
+            if rows is not None and num_tokens <= max(rows, min_tokens - 1) and not is_sharded:
                 rows = None
             if rows is None:
                 return stock(hidden, *args, **kwargs)
@@ -55,7 +59,7 @@ class ChunkedLoss:
         self._patch_of_head = Patch(head, forward)
 
     def _rows_at_once(self, model, head, hidden, chunk_tokens) -> int | None:
-        """Tokens per chunk, or None where this call is not a training forward or fits in one chunk."""
+        """Tokens per chunk, or None where this call is not a training forward of plain tensors."""
         training = model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not training or not isinstance(hidden, torch.Tensor) or isinstance(hidden, DTensor):
             return None
@@ -67,10 +71,8 @@ class ChunkedLoss:
         num_tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
         vocabulary = max((p.shape[0] for p in parameters if p.dim() == 2), default=width)
         if callable(chunk_tokens):
-            rows = chunk_tokens(num_tokens, width, vocabulary)
-        else:
-            rows = chunk_tokens or default_loss_chunk_tokens(num_tokens, width, vocabulary, hidden.device.type)
-        return rows if num_tokens > rows else None
+            return chunk_tokens(num_tokens, width, vocabulary)
+        return chunk_tokens or default_loss_chunk_tokens(num_tokens, width, vocabulary, hidden.device.type)
 
     def _note_whole(self, name: str, logits) -> None:
         if not self.materialised:

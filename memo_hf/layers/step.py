@@ -15,6 +15,7 @@ import torch
 from memo_hf.errors import UnsupportedModelError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.documents import Documents
+from memo_hf.layers.sequence_parallel import SequenceGroup
 from memo_hf.swap import SwapEngine, SwapGroup
 
 # When backward fetches what a layer has swapped, in the order in which there is room for it: see `LayerRecord`.
@@ -59,10 +60,11 @@ class Step:
         engine: where saved tensors go.
         settings: how token mode runs.
         implementation: the attention that the user asked for, by transformers' name.
-        documents: which tokens may attend to which, or None.
+        documents: which tokens may attend to which, or None; of all ranks that share the sequence.
         kinds: for each layer, an object that it shares with the layers built alike.
         first_kept: layers from this index on keep their activations on the device.
         require_host: told (bytes per layer, layers) before the copies of a layer start; raises where they cannot fit.
+        sequence: the ranks that share the sequence, or None where this one has all of it.
         whole_layers: indices of layers that run in layer mode by plan, though they could run per token.
         observer: who measures this step, or None.
         mark_phase: told "forward 3" and "backward 3" where layer 3 begins, for whoever plans its memory.
@@ -78,6 +80,7 @@ class Step:
     first_kept: int
     kinds: list
     require_host: Callable[[int, int], None]
+    sequence: SequenceGroup | None = None
     whole_layers: Collection[int] = ()
     observer: Observer | None = None
     mark_phase: Callable[[str], None] = lambda phase: None
@@ -87,7 +90,19 @@ class Step:
     _seen: dict = field(default_factory=dict)
 
     def attend(self, module, query, key, value, **arguments) -> torch.Tensor:
-        """The user's own attention, over all tokens: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
+        """The user's own attention, of a rank's tokens: (batch, heads, tokens, d) in, (batch, tokens, heads, d) out."""
+        if self.sequence is None:
+            return self.attend_here(module, [query, key, value], **arguments)
+        parts = self.sequence.gather([tensor.transpose(1, 2) for tensor in (query, key, value)])
+        parts = [tensor.transpose(1, 2) for tensor in parts]
+        return self.sequence.scatter(self.attend_here(module, parts, **arguments))
+
+    def attend_here(self, module, parts: list[torch.Tensor], **arguments) -> torch.Tensor:
+        """`attend` once all tokens are here. `parts`, queries, keys and values, is emptied."""
+        query, key, value = parts
+        parts.clear()
+        if self.sequence is not None and arguments.get("s_aux") is not None:
+            arguments["s_aux"] = self.sequence.own_heads(arguments["s_aux"])
         return attend_as_asked(
             module, query, key, value, implementation=self.implementation, documents=self.documents, **arguments
         )

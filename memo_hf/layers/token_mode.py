@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memo_hf.errors import UnsupportedModelError
+from memo_hf.layers.attention_saves import AttentionSaves, Rebuilder
 from memo_hf.layers.call import LayerCall, tensors_in
 from memo_hf.layers.roles import AttentionReached, Finish, Project, playing, stubbed
-from memo_hf.layers.step import ATTENTION, WHOLE, LayerRecord, Step
+from memo_hf.layers.step import WHOLE, LayerRecord, Step
 from memo_hf.layers.tokenwise import Node, cut_into_chunks
 from memo_hf.layers.unread import unread
 
@@ -120,16 +120,12 @@ class TokenLayer:
             after_backward=record.begin_attend,
         )
         record.mark("forward project")
-        query, key, value, *passed = project.apply(hidden)
-        record.qkv_bytes = query.nbytes + key.nbytes + value.nbytes
+        *parts, hidden = (*project.apply(hidden), *(() if project.passes_input else (hidden,)))
         record.mark("forward attend")
         record.mark_phase(f"forward {index} attend")
         rebuilds = step.settings.rebuild_qkv and not record.group.keep and not chunks[-1].swapped
-        rebuilder = _Rebuilder(project, record, (query, key, value)) if rebuilds else None
-        with _AttentionSaves(record, rebuilder, constants).hooks():
-            attended = self._attend(step, seen, query, key, value)
-        del query, key, value
-        hidden = passed.pop() if passed else hidden
+        rebuilder = Rebuilder(project, record, parts) if rebuilds else None
+        attended = self._attend(step, seen, parts, record, AttentionSaves(record, rebuilder, constants))
         record.output_bytes = attended.nbytes
         record.mark("forward finish")
         record.mark_phase(f"forward {index} finish")
@@ -176,10 +172,23 @@ class TokenLayer:
         with unread([self.layer.get_submodule(path) for path in self.recipe.unread], fill):
             return self.finish(call, hidden, attended, start, stop, {})
 
-    def _attend(self, step: Step, seen: dict, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(
+        self, step: Step, seen: dict, parts: list[Tensor], record: LayerRecord, saves: AttentionSaves
+    ) -> Tensor:
+        """The attention output from `parts`, queries, keys and values (batch, tokens, heads, d), which is emptied."""
         module, arguments = seen["module"], seen["arguments"]
         arguments = {name: self._own_parameter(item) for name, item in arguments.items()}
-        return step.attend(module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **arguments)
+        ranks = step.sequence
+        if ranks is not None:
+            parts = ranks.gather(parts)
+            saves.wait_for_output()
+        record.qkv_bytes = sum(part.nbytes for part in parts)
+        parts[:] = [part.transpose(1, 2) for part in parts]
+        with saves.hooks():
+            attended = step.attend_here(module, parts, **arguments)
+            if ranks is not None:
+                attended = ranks.scatter(attended, saves.stand_in_for(attended))
+        return attended
 
     def _own_parameter(self, item):
         """The layer's own parameter for the stand-in that a swapped chunk ran with (attention sinks)."""
@@ -224,60 +233,3 @@ def _dtype_in_attention(tensor: Tensor) -> torch.dtype:
 
 def _is_below(path: str, others) -> bool:
     return any(path == other or path.startswith(other + ".") for other in others)
-
-
-class _AttentionSaves:
-    """Saved-tensor hooks of attend: everything that its autograd code saves is swapped by storage."""
-
-    def __init__(self, record: LayerRecord, rebuilder: _Rebuilder | None, stay: list[Tensor]):
-        self._group, self._rebuilder = record.group, rebuilder
-        self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
-
-    def hooks(self):
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor):
-        if tensor.untyped_storage()._cdata in self._stay or tensor.numel() == 0:
-            return tensor
-        rebuilt = self._rebuilder and self._rebuilder.view_of(tensor)
-        return rebuilt or self._group.put(tensor, turn=ATTENTION)
-
-    @staticmethod
-    def _unpack(packed):
-        return packed if isinstance(packed, Tensor) else packed.get()
-
-
-class _Rebuilder:
-    """Brings queries, keys and values back in backward, once for all that saved them.
-
-    Those of the swapped tokens are swapped too, as in the paper; those of the others are computed again.
-    """
-
-    def __init__(self, project: Node, record: LayerRecord, outputs: tuple[Tensor, ...]):
-        self._project, self._record = project, record
-        self._swapped = project.num_swapped
-        # Copied, or the whole tensors would move.
-        first = [tensor[:, : self._swapped].clone() for tensor in outputs] if self._swapped else ()
-        self._handles = [record.group.put(tensor, turn=ATTENTION) for tensor in first]
-        self._positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(outputs)}
-
-    def view_of(self, tensor: Tensor) -> _RebuiltView | None:
-        position = self._positions.get(tensor.untyped_storage()._cdata)
-        return None if position is None else _RebuiltView(self, position, tensor)
-
-    def get(self, position: int) -> Tensor:
-        if not self._record.rebuilt:
-            rebuilt = self._project.again()
-            for tensor, handle in zip(rebuilt, self._handles, strict=False):
-                tensor[:, : self._swapped] = handle.get()
-            self._record.rebuilt.extend(rebuilt)
-        return self._record.rebuilt[position]
-
-
-class _RebuiltView:
-    def __init__(self, rebuilder: _Rebuilder, position: int, tensor: Tensor):
-        self._rebuilder, self._position = rebuilder, position
-        self._layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def get(self) -> Tensor:
-        return self._rebuilder.get(self._position).as_strided(*self._layout)

@@ -217,7 +217,7 @@ class _Tokenwise(torch.autograd.Function):
             cut = [tensor.detach()[:, chunk.start : chunk.stop] for tensor in inputs]
             random_state = RandomState.now(device, random_state)
             node.random_states.append(random_state)
-            with node.autocast():
+            with node.group.during_work(), node.autocast():
                 if chunk.swapped:
                     with saved_tensors.hooks():
                         outputs, edges = node.build(node.run, cut, chunk, ctx.needs_grad)

@@ -186,6 +186,48 @@ def predict(layers, budgets: Budgets, qkv: str, kinds, rest_seconds: float = 0.0
     )
 
 
+def estimated_peaks(layers, held_bytes: float, chunk_share: float) -> tuple[DevicePeak, ...]:
+    """What the device holds at worst, from the layers' bytes alone: for a model that no forecast describes.
+
+    The loss is not in it.
+
+    Args:
+        layers: sequence of `LayerCosts`.
+        held_bytes: whatever the shape, a layer's sums of gradients among it.
+        chunk_share: of all tokens, those of one chunk.
+    """
+    peaks = [
+        DevicePeak(
+            when="backward of the last layer",
+            treatment=treatment,
+            fixed_bytes=held_bytes
+            + sum(c.num_kept * c.whole_bytes("swap") for c in layers)
+            + max(_at_work(c, chunk_share) for c in layers),
+            bytes_per_fraction=sum(c.num_kept * c.others_bytes for c in layers),
+        )
+        for treatment in ("swap", "rebuild")
+    ]
+    for c in layers:
+        # This layer is on the device, and the one before it on its way back.
+        for qkv, rebuilt in (("swap", 0.0), ("rebuild", c.qkv_bytes)):
+            fixed = held_bytes + 2 * c.whole_bytes(qkv) + rebuilt + _at_work(c, chunk_share)
+            per_fraction = 2 * c.fraction_bytes(qkv)
+            peaks.append(
+                DevicePeak(
+                    when="backward of a layer", treatment=qkv, fixed_bytes=fixed, bytes_per_fraction=per_fraction
+                )
+            )
+        whole = held_bytes + c.input_bytes + c.whole_bytes("swap") + c.others_bytes + _at_work(c, chunk_share)
+        peaks.append(DevicePeak(when="backward of a layer recomputed whole", treatment="input", fixed_bytes=whole))
+    return tuple(dict.fromkeys(peaks))
+
+
+def _at_work(costs: LayerCosts, chunk_share: float) -> float:
+    """The gradients of a layer's input, o, q, k, v, as much again within attention's backward, and those of a chunk."""
+    whole = 2 * costs.input_bytes + costs.output_bytes + 2 * costs.qkv_bytes
+    return whole + 2 * chunk_share * costs.others_bytes
+
+
 def kept_recompute_seconds(costs: LayerCosts, fraction: float) -> float:
     """Backward's recompute of a kept layer, which has its q, k, v at hand; of all of it where it is not token-wise."""
     return (1 - fraction) * costs.recompute_seconds if costs.token_wise else costs.forward_seconds

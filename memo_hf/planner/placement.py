@@ -11,6 +11,7 @@ import time
 
 from memo_hf.errors import PlanError
 from memo_hf.planner import extras, mip
+from memo_hf.planner.core import core_search
 from memo_hf.planner.heuristic import portfolio
 from memo_hf.planner.problem import Placement, Problem
 from memo_hf.planner.search import improve_order
@@ -20,6 +21,7 @@ from memo_hf.planner.verify import verify
 METHODS = {
     "greedy": None,
     "tree": tree_search,
+    "core": core_search,
     "order": improve_order,
     "mip": mip.mip_search,
     "cbc": lambda best, deadline, goal: mip.mip_search(best, deadline, goal, solver="cbc"),
@@ -68,6 +70,7 @@ def _searches(problem, method):
     if method != "auto":
         yield METHODS[method], 1.0
         return
+    yield core_search, 0.5
     yield improve_order, 0.2
     if extras.installed("omnimalloc"):
         yield extras.supermalloc_search, 0.5

@@ -70,6 +70,40 @@ class Measurement:
         return self.rest_seconds * shape.batch * shape.seq_len / (self.shape.batch * self.shape.seq_len)
 
 
+def joint_measurement(found: list[Measurement]) -> Measurement:
+    """What holds for all of several ranks that train one model: the slowest parts, the largest sizes, the least
+    bandwidth, at the largest of their shapes.
+
+    Where layers ran in other ways on some ranks, one having been short of host memory, only the profiles of those with
+    the fewest layers in token mode count: the others could not do what a plan from theirs would ask for.
+    """
+
+    def ways(measured: Measurement) -> tuple:
+        return tuple((c.num_layers, c.num_kept, c.token_wise) for c in measured.layers), measured.indices
+
+    def num_token_wise(measured: Measurement) -> int:
+        return sum(c.num_layers for c in measured.layers if c.token_wise)
+
+    cautious = min(found, key=num_token_wise)
+    found = [measured for measured in found if ways(measured) == ways(cautious)]
+    largest = max((measured.shape for measured in found), key=lambda shape: (shape.batch * shape.seq_len, shape))
+    alike = zip(*(measured.layers_at(largest) for measured in found), strict=True)
+    return dataclasses.replace(
+        cautious,
+        shape=largest,
+        layers=tuple(_slowest(costs) for costs in alike),
+        static_bytes=max(measured.static_bytes for measured in found),
+        rest_seconds=max(measured.rest_seconds_at(largest) for measured in found),
+        to_host_bytes_per_second=min(measured.to_host_bytes_per_second for measured in found),
+        to_device_bytes_per_second=min(measured.to_device_bytes_per_second for measured in found),
+    )
+
+
+def _slowest(costs: tuple[LayerCosts, ...]) -> LayerCosts:
+    grown = [name for name in vars(costs[0]) if name.endswith(("_bytes", "_seconds"))]
+    return dataclasses.replace(costs[0], **{name: max(getattr(c, name) for c in costs) for name in grown})
+
+
 def _reach(shape: Shape, window: int | None) -> float:
     """Mean number of tokens that a token attends to, causally."""
     reach = min(window or shape.seq_len, shape.seq_len)
@@ -162,8 +196,8 @@ def _refuse_stale(path: Path, saved: dict, now: dict) -> None:
     for name in sorted(set(saved) | set(now)):
         if saved.get(name) != now.get(name):
             raise PlanError(
-                f"plan {path} is stale: {name} was {saved.get(name)!r} when it was made and is {now.get(name)!r} now;"
-                " delete it, and the first step will be measured again"
+                f"plan {path} is refused: {name} was {saved.get(name)!r} when it was made and is {now.get(name)!r} now;"
+                " plan again, or put that back"
             )
 
 

@@ -48,8 +48,9 @@ def plot_address_map(placement: Placement, path: str | Path) -> None:
         xlabel="time (events)",
         ylabel=f"address ({unit_name})",
         title=f"{len(problem)} buffers, peak {placement.peak / unit:.4g} {unit_name}, "
-        f"{100 * placement.gap:.2f}% above the lower bound ({placement.method})",
+        f"{100 * placement.gap:.2f}% above the lower bound",
     )
+    axes.annotate(placement.method, (0, -0.1), xycoords="axes fraction", fontsize="x-small", annotation_clip=False)
     axes.legend(loc="upper right")
     figure.colorbar(boxes, label="log2 of size in bytes")
     figure.savefig(path, dpi=150)

@@ -6,8 +6,9 @@ The contract every backend keeps:
 - offloads run in the order they were submitted, and so do fetches; nothing is promised between the two queues but
   `after`;
 - a copy reads its source as it is at submission, in the order of the stream or thread that submits;
-- `Copy.buffer` keeps the device side of a copy alive. A backend sets it to None once work that the compute stream is
-  given from then on cannot meet the copy any more: then the memory may go back to the device allocator.
+- `Copy.buffer` keeps the device side of a copy alive. Set to None, the memory goes back to the device allocator. A
+  backend does so where it is asked to wait, and work that the compute stream is given from then on cannot meet the copy
+  any more; never by itself, or the step's memory would depend on how fast copies are.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ class CopyBackend(Protocol):
     `offload`, `fetch`, `wait` and `finish` raise `MemoError` where an earlier copy failed; nothing else does.
 
     Where `timings` is a list, each copy appends (whether to the host, bytes, start, end) to it: seconds, or events.
+
+    `copies_are_short`: they take far less time than work on a chunk of tokens, so that waiting for them after such work
+    costs nothing.
     """
 
     timings: list[tuple] | None
+    copies_are_short: bool
 
     def offload(self, source: Tensor, target: Tensor) -> Copy:
         """Start device to host. Returns at once where it can."""

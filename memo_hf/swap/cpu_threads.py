@@ -47,9 +47,8 @@ class _Worker(threading.Thread):
                 self.failure = failure
             if timings is not None:
                 timings.append((copy.buffer is source, source.numel(), start, time.perf_counter()))
-            # Every reference goes before the copy counts as finished: who has waited finds the memory freed.
+            # These references go before the copy counts as finished: who lets go of its buffer then frees the memory.
             del job, source, target, timings
-            copy.buffer = None
             copy.finished.set()
             del copy
 
@@ -64,6 +63,8 @@ def copy_bytes(source: Tensor, target: Tensor) -> None:
 class CpuThreads:
     """`CopyBackend` for the CPU. One queue for both directions, so a fetch always follows the offload of its block."""
 
+    copies_are_short = True  # within one memory
+
     def __init__(self):
         self.timings: list[tuple] | None = None
         self._worker = _Worker()
@@ -77,13 +78,17 @@ class CpuThreads:
 
     def wait(self, copy: Copy, buffer: Tensor | None = None) -> None:
         copy.finished.wait()
+        copy.buffer = None
         self._raise_failure()
 
     def finish(self, copy: Copy) -> None:
         self.wait(copy)
 
     def done(self, copy: Copy) -> bool:
-        return copy.finished.is_set()
+        done = copy.finished.is_set()
+        if done:
+            copy.buffer = None
+        return done
 
     def pin(self, buffer: Tensor) -> bool:
         return False

@@ -35,6 +35,8 @@ class CudaStreams:
         cuda: the module that makes streams and events, `torch.cuda`; a test passes a recorder.
     """
 
+    copies_are_short = False  # a link is slower than a chunk: they get a layer's time
+
     def __init__(self, device: torch.device, cuda=torch.cuda):
         self._device, self._cuda = device, cuda
         self.timings: list[tuple] | None = None

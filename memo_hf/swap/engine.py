@@ -6,6 +6,8 @@ made. All ordering rules are here:
 - a storage is copied to the host once per group; its device memory is held until that copy is over (section 4.1 of the
   paper);
 - at most `max_in_flight` groups hold device memory that is being offloaded: the paper's rounding buffers;
+- that memory goes back at fixed points of the step, after a wait, and never as soon as a copy happens to be over: then
+  every step has the same requests and frees in the same order, and its addresses can be planned;
 - a host block is used again only when its last handle has died and every copy on it has run;
 - a fetched buffer is used only after a wait for its copy, and dropped only after that wait or the end of the copy;
 - handles may die at any time, on any thread and under any lock, so their death only appends to a deque.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -100,12 +103,29 @@ class SwapEngine:
             self._require_open()
             self._reap()
             last_to_end = self._num_groups + 1 - self._max_in_flight
-            for serial, copy in self._offloading:
-                if serial <= last_to_end:
-                    self._backend.wait(copy)
-            self._offloading = deque(item for item in self._offloading if item[0] > last_to_end)
+            self._let_go([copy for serial, copy in self._offloading if serial <= last_to_end])
             self._num_groups += 1
             return SwapGroup(self, self._num_groups, keep, label)
+
+    @contextmanager
+    def during_work(self):
+        """Around work on a chunk of tokens: what is being offloaded as it begins leaves the device as it ends.
+
+        Only where copies are short beside such work; elsewhere they have the time that `open_group` gives them.
+        """
+        with self._lock:
+            copies = [copy for _, copy in self._offloading] if self._backend.copies_are_short else []
+        yield
+        if copies:
+            with self._lock:
+                self._require_open()
+                self._let_go(copies)
+
+    def let_go(self) -> None:
+        """Wait for all that is being offloaded, and let its device memory go."""
+        with self._lock:
+            self._require_open()
+            self._let_go([copy for _, copy in self._offloading])
 
     @property
     def stats(self) -> SwapStats:
@@ -150,14 +170,13 @@ class SwapEngine:
         if not self._shut_down.alive:
             raise MemoError("the swap engine is closed, and what it held is gone; make a new one")
 
-    def _free_device_memory(self) -> None:
-        """Let go of the device memory of offloads that are over."""
-        while self._offloading and self._backend.done(self._offloading[0][1]):
-            self._offloading.popleft()
+    def _let_go(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            self._backend.wait(copy)
+        self._offloading = deque(item for item in self._offloading if item[1].buffer is not None)
 
     def _reap(self) -> None:
-        """Let go of device memory as above, and of the host blocks that nothing needs any more."""
-        self._free_device_memory()
+        """Take back the host blocks that nothing needs any more."""
         while self._retired:
             self._dying.append(self._retired.popleft())
         # In any order: handles often die last put first, while copies end first put first.
@@ -201,8 +220,7 @@ class SwapEngine:
         """See to it that `stored.device` is there or on its way."""
         if stored.device is not None:
             return
-        # While the offload runs the original is still there. One read: the worker may let it go at any moment.
-        stored.device = stored.offload.buffer
+        stored.device = stored.offload.buffer  # the original, until it is let go
         if stored.device is None:
             # Allocated on the compute stream, where it will be read and where its memory returns (case 8).
             target = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
@@ -213,7 +231,6 @@ class SwapEngine:
     def _on_device(self, stored: Stored) -> Tensor:
         with self._lock:
             self._require_open()
-            self._free_device_memory()
             self._start_fetch(stored)
             buffer, fetch = stored.device, stored.fetch
         # Outside the lock: another thread may go on meanwhile.

@@ -74,7 +74,6 @@ class SwapGroup:
             engine._require_open()
             if self._sealed:
                 raise MemoError(f"put into the sealed group {self.label!r}: the forward it belongs to is over")
-            engine._free_device_memory()
             if self.keep or not can_swap(tensor, engine.device):
                 # An empty tensor may be the last view of a large storage, which it does not need.
                 return Handle(engine, self.label, kept=tensor.detach() if tensor.numel() else tensor.detach().clone())
@@ -91,6 +90,10 @@ class SwapGroup:
             stored.turn = turn if stored.turn is None else min(turn, stored.turn)
             watch = VersionWatch(memoryless_alias(tensor))
             return Handle(engine, self.label, stored=stored, view=View.of(tensor), watch=watch)
+
+    def during_work(self):
+        """As `SwapEngine.during_work`."""
+        return self._engine.during_work()
 
     def seal(self) -> None:
         """The layer's forward is over: further `put` raises `MemoError`."""
@@ -111,6 +114,8 @@ class SwapGroup:
             for stored in self._live():
                 if turn is None or stored.turn == turn:
                     engine._start_fetch(stored)
+            # Backward has begun: no forward is left to hide copies behind.
+            engine.let_go()
 
     def release(self) -> None:
         """Let go of the device copies. The host copies stay as long as their handles, and can be fetched again."""

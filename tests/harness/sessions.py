@@ -22,12 +22,12 @@ WHOLE = dict(mode="layer", swap_fraction=0.0, unswapped_layers=1)
 SETTINGS = {"token": TOKEN, "rebuild": REBUILD, "layer": WHOLE}
 
 
-def simulate(monkeypatch, seed: int = 0, eagerness: float = 0.3) -> list[SimulatedCopies]:
+def simulate(monkeypatch, seed: int = 0, eagerness: float = 0.3, copies_are_short=False) -> list[SimulatedCopies]:
     """Sessions enabled from now on copy in random legal orders, over poison. Returns their backends as they come."""
     backends = []
 
     def make_engine(device, host_budget_bytes):
-        backends.append(SimulatedCopies(seed + len(backends), eagerness))
+        backends.append(SimulatedCopies(seed + len(backends), eagerness, copies_are_short))
         return SwapEngine(device, host_budget_bytes, backend=backends[-1])
 
     monkeypatch.setattr("memo_hf.session.SwapEngine", make_engine)

@@ -44,7 +44,8 @@ class _SimulatedCopy(Copy):
 class SimulatedCopies:
     """A `CopyBackend` for CPU tensors. `eagerness` is the chance that a call lets one more queued copy run."""
 
-    def __init__(self, seed: int = 0, eagerness: float = 0.3):
+    def __init__(self, seed: int = 0, eagerness: float = 0.3, copies_are_short: bool = False):
+        self.copies_are_short = copies_are_short
         self._random = random.Random(seed)
         self._eagerness = eagerness
         self._offloads: deque[_Job] = deque()

@@ -1,0 +1,137 @@
+"""Two real processes over gloo that run all cases of test modules once, and what they need to be what they claim.
+
+A test module names its cases in `CASES`, functions of the rank; `run_on_ranks` returns what each returned or raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+RANKS = 2
+
+
+def run_on_ranks(module: str, folder: Path) -> list[dict]:
+    """For each rank, by name of the case in `module`, what it returned, or the exception that it raised.
+
+    The processes, which take seconds to start, stay for the next module; where one of them ends, others come.
+    """
+    processes, queues = _pair()
+    for queue in queues:
+        queue.put((module, str(folder)))
+    paths = [folder / f"{rank}.pt" for rank in range(RANKS)]
+    try:
+        while not all(path.exists() for path in paths):
+            processes.join(timeout=0.1)
+    except Exception:
+        _pair.cache_clear()
+        raise
+    found = [torch.load(path, weights_only=False) for path in paths]
+    if len(found[0]) < len(importlib.import_module(module).CASES):  # They are apart since.
+        _pair.cache_clear()
+        for process in processes.processes:
+            process.terminate()
+    return found
+
+
+@functools.cache
+def _pair():
+    queues = [torch.multiprocessing.get_context("spawn").SimpleQueue() for _ in range(RANKS)]
+    meeting_place = str(Path(tempfile.mkdtemp(), "meet"))
+    return torch.multiprocessing.spawn(_work, (queues, meeting_place), nprocs=RANKS, join=False, daemon=True), queues
+
+
+def result(found: list[dict], name: str) -> list:
+    """Of one case on each rank. Raises what a rank has raised."""
+    for told in found:
+        if name not in told:
+            raise RuntimeError(f"not reached: an earlier case ended the process ({list(told)[-1]})")
+        if isinstance(told[name], Exception):
+            raise told[name]
+    return [told[name] for told in found]
+
+
+def _work(rank: int, queues: list, meeting_place: str) -> None:
+    """One of the processes: runs modules as they are asked for, until the tests end."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, never used: the group is there
+    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=RANKS)
+    warnings.simplefilter("ignore")
+    while True:
+        module, folder = queues[rank].get()
+        faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
+        os.chdir(folder)
+        cases = importlib.import_module(module).CASES
+        gc.freeze()  # Trainer collects garbage at every end, and would go through all that was imported.
+        found = _outcomes(cases, rank)
+        torch.save(found, f"{rank}.part")
+        os.replace(f"{rank}.part", f"{rank}.pt")
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _outcomes(cases: dict, rank: int) -> dict:
+    found: dict = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case(rank)
+        except Exception as error:  # of one case, which its own test shows
+            found[name] = error
+            traceback.print_exc()
+        failed = [None] * RANKS
+        dist.all_gather_object(failed, isinstance(found[name], Exception))
+        if len(set(failed)) > 1:
+            break  # The ranks are apart, and would stay so.
+    return found
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[Counter]:
+    """How often each of torch's collectives is called within the body, by whom also, C++ included; there at its end."""
+    counts: Counter = Counter()
+    with torch.autograd.profiler.profile() as profile:
+        yield counts
+    # As they were recorded: making torch's tree of events of them takes a hundred times as long as a step.
+    names = [event.name() for event in profile.kineto_results.events()]
+    counts.update(name.removeprefix("c10d::").strip("_") for name in names if name.startswith("c10d::"))
+
+
+def fsdp_on_cpu() -> None:
+    """Let accelerate run FSDP2 on a CPU, where it would run DDP instead and say nothing. In this process, for good."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    own_init = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        own_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = init
+
+
+def forget_accelerate() -> None:
+    """Accelerate's states and switches are shared by a process; a case that follows another starts with none."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for name in [name for name in os.environ if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP"]:
+        del os.environ[name]
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
