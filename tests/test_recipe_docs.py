@@ -58,7 +58,7 @@ def test_command(command, capsys):
 
 
 def test_long_text_block_runs(checkpoint):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/long_text.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs/long_text.md").read_text(), re.DOTALL)
     found = {}
     exec(block.replace("outputs/smollm2-135m", str(checkpoint)), found)  # noqa: S102 - our own text
     assert {name: len(values) for name, values in found["row"].items()} == dict.fromkeys(
