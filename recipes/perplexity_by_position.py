@@ -4,9 +4,9 @@
     python recipes/perplexity_by_position.py                # a slice of two layers: minutes on a CPU
     python recipes/perplexity_by_position.py --layers 30 --fit_steps 0 --device cuda ...    # the whole model
 
-A model cut to its first layers no longer speaks, so the slice is fitted to short sequences of the same text first. Then
-its positions are stretched (YaRN), and it is trained on long sequences twice: with memo_hf and without. Held out are the
-two longest documents. docs/long_text.md tells more.
+A model cut to its first layers no longer speaks, so the slice is fitted to short sequences of the same text first.
+Then its positions are stretched (YaRN), and it is trained on long sequences twice: with memo_hf and without. Held out
+are the two longest documents. docs/long_text.md tells more.
 """
 
 import argparse
@@ -31,9 +31,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="keep only this many of the decoder layers")
     add("--fit_len", type=parse_count, default=512, help="tokens of a sequence on which the slice is fitted")
     add("--fit_steps", type=int, default=40, help="0: the model is taken as it is")
-    add("--seq_len", type=parse_count, default=10240, help="tokens of a sequence, beyond what the model was trained at")
+    add("--seq_len", type=parse_count, default=9216, help="tokens of a sequence, beyond what the model was trained at")
     add("--steps", type=int, default=3, help="training steps at that length")
-    add("--learning_rate", type=float, default=5e-4)
+    add("--learning_rate", type=float, default=1e-4, help="at that length; the slice is fitted at five times as much")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--output_dir", default="outputs/perplexity_by_position")
     return parser.parse_args(argv)
@@ -45,13 +45,13 @@ def split_documents(source: str) -> tuple[Dataset, list[dict]]:
     return Dataset.from_list(rows[:-2]), rows[-2:]
 
 
-def train(model, tokenizer, documents: Dataset, seq_len: int, steps: int, options, *, memo: bool) -> list[float]:
-    """Trains all weights for `steps` sequences; the loss of each."""
+def train(model, tokenizer, documents: Dataset, seq_len: int, steps: int, learning_rate: float, options, *, memo: bool):
+    """Trains all weights, a sequence in each of `steps`; the loss of each, a list."""
     training = TrainingArguments(
         output_dir=options.output_dir,
         per_device_train_batch_size=1,
         max_steps=steps,
-        learning_rate=options.learning_rate,
+        learning_rate=learning_rate,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
@@ -60,7 +60,8 @@ def train(model, tokenizer, documents: Dataset, seq_len: int, steps: int, option
     )
     stream = documents.shuffle(seed=training.seed).to_iterable_dataset()
     data = long_sequences(stream, tokenizer, seq_len)
-    trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=MemoConfig() if memo else None)
+    config = MemoConfig(unswapped_layers=min(2, options.layers // 2))  # a slice of two layers would keep both
+    trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=config if memo else None)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -97,10 +98,11 @@ def main(argv=None) -> None:
     documents, held_out = split_documents(options.dataset)
     config = AutoConfig.from_pretrained(options.model)
     config.num_hidden_layers, trained = options.layers, config.max_position_embeddings
+    rate = options.learning_rate
     fitted = Path(options.output_dir) / "fitted"
     model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=torch.float32)
     if options.fit_steps:
-        losses = train(model, tokenizer, documents, options.fit_len, options.fit_steps, options, memo=False)
+        losses = train(model, tokenizer, documents, options.fit_len, options.fit_steps, 5 * rate, options, memo=False)
         print(f"Fitted {options.layers} layers at {options.fit_len} tokens: loss {losses[0]:.2f} to {losses[-1]:.2f}.")
     model.save_pretrained(fitted)
     columns = {"before": losses_by_position(model, tokenizer, held_out, options.seq_len)}
@@ -109,7 +111,7 @@ def main(argv=None) -> None:
     curves = {}
     for name, memo in (("with memo_hf", True), ("without", False)):
         model = AutoModelForCausalLM.from_pretrained(fitted, config=config, dtype=torch.float32)
-        curves[name] = train(model, tokenizer, documents, options.seq_len, options.steps, options, memo=memo)
+        curves[name] = train(model, tokenizer, documents, options.seq_len, options.steps, rate, options, memo=memo)
         columns[name] = losses_by_position(model, tokenizer, held_out, options.seq_len)
     print(f"\nHeld-out perplexity by position; the model was trained at {trained:,}, and now at {options.seq_len:,}:")
     print(table(columns, trained))
