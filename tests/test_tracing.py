@@ -44,10 +44,13 @@ def test_a_step_that_does_not_run_has_the_requests_of_one_that_does(tmp_path, mo
     # Random states and single numbers are ordinary tensors in both, and not seen by the trace.
     unseen = torch.get_rng_state().nbytes
     ours, theirs = ([r for r in t.requests if r.size > 8 and r.size != unseen] for t in (traced, recorded))
-    phases = Counter((r.phase, r.size) for r in theirs if r.phase != "before the layers")
-    assert not phases - Counter((r.phase, r.size) for r in ours)
+    missing = Counter((r.phase, r.size) for r in theirs) - Counter((r.phase, r.size) for r in ours)
+    # The attention kernel's own memory: one block forward, two backward.
+    assert len([phase for phase, _ in missing if phase.endswith("attend")]) == 4 + 2 * 4
+    assert all(phase.endswith("attend") or phase == "before the layers" for phase, _ in missing), missing
     assert len(ours) < 1.1 * len(theirs)
-    most = [Problem(tuple(to_buffer(r) for r in requests)).lower_bound for requests in (ours, theirs)]
+    seen = [[r for r in requests if (r.phase, r.size) not in missing] for requests in (ours, theirs)]
+    most = [Problem(tuple(to_buffer(r) for r in requests)).lower_bound for requests in seen]
     assert most[0] == most[1] > 500_000
     assert plan_step(traced, time_limit=1.0).gap < 0.05
 
