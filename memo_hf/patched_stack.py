@@ -193,6 +193,8 @@ class PatchedStack:
         self._session.train_with(range(dist.get_world_size()))  # the engine may leave no mark on the model
 
     def _documents(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Documents | None:
+        if not self._session.has_values:
+            return None
         sequence = self._sequence
         mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
         if sequence is not None:

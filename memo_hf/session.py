@@ -109,6 +109,9 @@ class Session:
     def __init__(self, model: nn.Module, config: MemoConfig):
         self.model, self.config = model, config
         self._engine: SwapEngine | None = None
+        # What `tracing` sets: how to swap what has no bytes, and that no tensor of a batch has values to look at.
+        self.engine_options: dict = {}
+        self.has_values = True
         self._patches: list[Patch] = []
         self.planners: list[Planner] = []
         self._undo_loss = None
@@ -253,7 +256,7 @@ class Session:
             self._close_engine()
         if self._engine is None:
             self.host_budget_bytes = self._host_budget_bytes()
-            self._engine = SwapEngine(device, self.host_budget_bytes)
+            self._engine = SwapEngine(device, self.host_budget_bytes, **self.engine_options)
         return self._engine
 
     def _host_budget_bytes(self) -> int:
@@ -295,6 +298,7 @@ class Session:
     def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int, shape: tuple[int, int]) -> None:
         """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
         if stack.name in self._counted or not self._counted:
+            engine.let_go()  # what a pass that failed has left
             self.serving.begin_forward(engine.device, *shape)
             self._counted.clear()
             self._total_swapped_bytes += engine.stats.swapped_bytes

@@ -22,7 +22,7 @@ ROWS = [
     {"joint"},
     {"patched_stack", "serving"},
     {"session"},
-    {"api"},
+    {"api", "tracing"},
     {"integrations"},
     {"commands"},
     {"cli"},
