@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
