@@ -1,4 +1,4 @@
-"""`memo-hf doctor`: what it says is so, its exit code is right, and what is missing comes with the line that mends it."""
+"""`memo-hf doctor`: what it says is so, its exit code is right, and what is missing comes with a line that mends it."""
 
 import importlib.metadata
 import json
