@@ -152,6 +152,7 @@ def test_qlora_is_exact_and_leaves_the_weights_alone(make_linear):
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # so does peft
 def test_what_prepares_qlora_checkpoints_unless_told_not_to():
     model = quantized(FourBitLinear)
     model.is_loaded_in_4bit = True
@@ -172,7 +173,7 @@ def second(trainer):
 
 @pytest.mark.parametrize("make_model, add", [(tiny_llama, first), (tiny_lora, second)])
 def test_adapters_added_after_the_trainer_was_made(tmp_path, make_model, add):
-    runs = []
+    runs, args = [], arguments(tmp_path, learning_rate=0.01)
     for trainer_class, memo in ((Trainer, {}), (MemoTrainer, {"memo": MEMO})):
 
         class Adding(trainer_class):
@@ -181,7 +182,7 @@ def test_adapters_added_after_the_trainer_was_made(tmp_path, make_model, add):
                 add(self)
                 return super().train(*args, **kwargs)
 
-        runs.append(train(Adding, make_model(), arguments(tmp_path), random_rows(), **memo))
+        runs.append(train(Adding, make_model(), args, random_rows(), **memo))
     assert_same_gradients(runs[1][1], runs[0][1])
     assert all("lora_" in name for name in runs[1][1][0])
     assert runs[1][0].memo_stats.swapped_bytes > 0
