@@ -1,4 +1,4 @@
-"""`memo-hf doctor`: what it says is so, its exit code is right, and what is missing comes with a line that mends it."""
+"""`memo-hf doctor`: what it says is so, its exit code is right, and whatever is missing comes with a line to type."""
 
 import importlib.metadata
 import json
