@@ -115,10 +115,11 @@ def run(case: Case, *, timed: bool = True) -> Outcome:
     described = describe_run(model, config, shape, case.fraction)
     held = Held(sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in model.parameters() if p.requires_grad))
     model.zero_grad(set_to_none=True)
-    forecast_host, forecast_peak, moment = described.figures(case.qkv, config.unswapped_layers, held)
+    forecast = described.forecast(case.qkv, config.unswapped_layers, held)
     # Medians: one step is as noisy as what it is held against.
     forecast_seconds = statistics.median(_from_half(case, model, ids) for _ in range(3)) if timed else float("nan")
-    return Outcome(forecast_peak, peak, forecast_host, host, forecast_seconds, statistics.median(seconds), moment)
+    figures = (forecast.device_bytes, peak, forecast.host_bytes, host, forecast_seconds, statistics.median(seconds))
+    return Outcome(*figures, forecast.moment)
 
 
 def _from_half(case: Case, model, ids) -> float:

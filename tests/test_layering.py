@@ -23,6 +23,7 @@ ROWS = [
     {"patched_stack", "serving"},
     {"session"},
     {"api", "tracing"},
+    {"diagnosis"},
     {"integrations"},
     {"commands"},
     {"cli"},

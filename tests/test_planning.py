@@ -224,7 +224,7 @@ def test_plans_are_reused_and_stale_ones_refused(tmp_path, caplog):
 
 
 def test_by_hand_nothing_is_measured_or_planned():
-    session = enabled(chunk_size=64, swap_fraction=0.5)
+    session = enabled(chunk_size=64, swap_fraction=0.5, device_memory=None)
     for _ in range(2):
         train(session.model, 128)
     assert session.planners[0].measurement is None and session.stats.swap_fraction == 0.5
@@ -236,7 +236,7 @@ def test_rebuilt_beside_swapped_tokens():
     model, ids = tiny("llama"), random_ids(2, 96)
     stock = gradients(model, ids)
     for fraction in (0.25, 0.75, 1.0):
-        session = enabled(model, chunk_size=32, qkv="rebuild", swap_fraction=fraction)
+        session = enabled(model, chunk_size=32, qkv="rebuild", swap_fraction=fraction, device_memory=None)
         assert worst_relative_error(gradients(model, ids), stock) < 1e-4
         session.close()
 
