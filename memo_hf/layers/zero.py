@@ -67,7 +67,6 @@ class Leaves:
             return
         from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 
-        self._set = set_z3_leaf_module
         for layer in layers:
             if not z3_leaf_module(layer):
                 set_z3_leaf_module(layer, True)
@@ -81,7 +80,7 @@ class Leaves:
         for hook in self._hooks:
             hook.remove()
         for layer in self._marked:
-            self._set(layer, False)
+            del layer._z3_leaf
 
 
 def _let_input_need_gradient(layer: nn.Module, args: tuple):
