@@ -80,7 +80,7 @@ class Leaves:
         for hook in self._hooks:
             hook.remove()
         for layer in self._marked:
-            del layer._z3_leaf
+            vars(layer).pop("_z3_leaf", None)
 
 
 def _let_input_need_gradient(layer: nn.Module, args: tuple):
