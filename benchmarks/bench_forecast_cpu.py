@@ -103,7 +103,7 @@ def run(case: Case, *, timed: bool = True) -> Outcome:
         config = memo_hf.MemoConfig(swap_fraction=case.fraction, chunk_size=case.chunk, qkv=case.qkv)
         session = memo_hf.enable(model, config)
         seconds = []
-        for number in range(2):
+        for number in range(4 if timed else 2):
             model.zero_grad(set_to_none=True)
             meter.reset_peak()
             began = time.perf_counter()
@@ -115,9 +115,11 @@ def run(case: Case, *, timed: bool = True) -> Outcome:
     described = describe_run(model, config, shape, case.fraction)
     held = Held(sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in model.parameters() if p.requires_grad))
     model.zero_grad(set_to_none=True)
-    forecast_host, forecast_peak, moment = described.figures(case.qkv, config.unswapped_layers, held)
-    forecast_seconds = _from_half(case, model, ids) if timed else float("nan")
-    return Outcome(forecast_peak, peak, forecast_host, host, forecast_seconds, statistics.median(seconds), moment)
+    forecast = described.forecast(case.qkv, config.unswapped_layers, held)
+    # Medians: one step is as noisy as what it is held against.
+    forecast_seconds = statistics.median(_from_half(case, model, ids) for _ in range(3)) if timed else float("nan")
+    figures = (forecast.device_bytes, peak, forecast.host_bytes, host, forecast_seconds, statistics.median(seconds))
+    return Outcome(*figures, forecast.moment)
 
 
 def _from_half(case: Case, model, ids) -> float:

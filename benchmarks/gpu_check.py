@@ -10,6 +10,8 @@
 3. MFU: 6 x parameters x tokens + 6 x layers x hidden x tokens^2 floating-point operations a step (attention counted
    causal, recomputation not counted, parameters without the embedding), over the device's dense bf16 peak.
 4. How much of the copies runs while kernels run, from the profiler's device events.
+5. QLoRA's gradients on bitsandbytes' 4-bit weights against the plain run, where bitsandbytes is installed.
+6. What `memo-hf doctor` finds: link bandwidth each way, whether pinning works, a training step.
 
 An alternative that runs out of memory is recorded as such. The model has 1.9 billion parameters with its embedding and
 head, so that weights and gradients take 8 GB.
@@ -28,6 +30,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memo_hf
+from memo_hf.diagnosis import examine
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}  # dense bf16
 COMPARED = [
@@ -68,6 +71,20 @@ def gradients(model, ids) -> dict[str, torch.Tensor]:
     return found
 
 
+def compare_gradients(model, ids, limit: float, **about) -> list[dict]:
+    """Gradients at several swap fractions against the plain run's."""
+    plain, rows = gradients(model, ids), []
+    for fraction in (0.0, 0.5, 1.0):
+        memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=fraction, chunk_size=500))
+        ours = gradients(model, ids)
+        memo_hf.disable(model)
+        error = max(((ours[n] - plain[n]).norm() / plain[n].norm().clamp_min(1e-30)).item() for n in plain)
+        passed = ours.keys() == plain.keys() and error <= limit
+        rows.append(dict(**about, swap_fraction=fraction, error=error, passed=passed))
+        print(f"gradients {about} fraction={fraction}: {error:.1e} {'ok' if passed else 'WRONG'}", flush=True)
+    return rows
+
+
 def check_gradients(device) -> list[dict]:
     """Worst relative error of any parameter's gradient. bf16 is held against the plain bf16 run, rounding included."""
     rows = []
@@ -77,16 +94,30 @@ def check_gradients(device) -> list[dict]:
             if lora:
                 model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
             ids = torch.randint(0, 1024, (1, 1024 if device.type == "cpu" else 4096), device=device)
-            plain = gradients(model, ids)
-            for fraction in (0.0, 0.5, 1.0):
-                memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=fraction, chunk_size=500))
-                ours = gradients(model, ids)
-                memo_hf.disable(model)
-                error = max(((ours[n] - plain[n]).norm() / plain[n].norm().clamp_min(1e-30)).item() for n in plain)
-                passed = ours.keys() == plain.keys() and error <= limit
-                rows.append(dict(dtype=str(dtype), lora=lora, swap_fraction=fraction, error=error, passed=passed))
-                print(f"gradients {dtype} lora={lora} fraction={fraction}: {error:.1e} {'ok' if passed else 'WRONG'}")
+            rows += compare_gradients(model, ids, limit, dtype=str(dtype), lora=lora)
     return rows
+
+
+def check_qlora(device) -> list[dict]:
+    """As `check_gradients`, on 4-bit weights as QLoRA has them."""
+    try:
+        import bitsandbytes
+    except ImportError:
+        print("QLoRA skipped: bitsandbytes is not installed (pip install bitsandbytes)")
+        return []
+    model = make_model(torch.device("cpu"), torch.bfloat16, small=True, num_layers=4, num_tokens=4096)
+    for layer in model.model.layers:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, torch.nn.Linear):
+                sizes = (module.in_features, module.out_features)
+                made = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+                weight = module.weight.detach()
+                made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+                layer.set_submodule(name, made)
+    model.to(device)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train()
+    ids = torch.randint(0, 1024, (1, 1024 if device.type == "cpu" else 4096), device=device)
+    return compare_gradients(model, ids, 5e-2, dtype="4-bit", lora=True)
 
 
 def model_flops(model, num_tokens: int) -> float:
@@ -158,7 +189,8 @@ def main() -> None:
     name = "cpu" if small else torch.cuda.get_device_name(device)
     peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
 
-    result = {"gradients": check_gradients(device), "steps": [], "overlap": []}
+    result = {"gradients": check_gradients(device) + check_qlora(device), "steps": [], "overlap": []}
+    result["doctor"] = examine()
     lengths = [2048] if small else [2**15, 2**17, 2**18]
     dtype = torch.float32 if small else torch.bfloat16
     model = make_model(device, dtype, small=small, num_layers=4, num_tokens=max(lengths))

@@ -92,7 +92,7 @@ def python_names() -> str:
 
 
 # Of `Session`; the rest of its methods are for the engine.
-_FOR_USERS = ("stats", "swap_fraction", "describe", "report", "close")
+_FOR_USERS = ("stats", "swap_fraction", "describe", "report", "train_with", "close")
 PAGES = {"configuration.md": configuration, "command_line.md": command_line, "python.md": python_names}
 
 

@@ -101,6 +101,12 @@ class MemoConfig:
             if getattr(self, name) is not None and parse_bytes(getattr(self, name), name) == 0:
                 raise ConfigError(f"{name} is 0; leave it unset for what is free, or give the bytes to use")
         self.bytes_of("host_memory_for_others")
+        for name in ("device_memory", "plan_file") if fraction is not None else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r} and has no effect beside swap_fraction={fraction}, which it "
+                    "serves to choose. Leave one of them unset"
+                )
 
     @classmethod
     def from_dict(cls, values: dict) -> MemoConfig:

@@ -121,7 +121,7 @@ class JointDecisions:
         node, node_bytes, why_none = self._node
         reads_plans = self._agreement.rank == self._agreement.ranks[0]
         return _Facts(
-            settings=_settings(session.model, config, [layer.name for layer in session.layers]),
+            settings=_settings(session),
             whole_layers={layer.name: layer.reason for layer in session.layers if layer.mode == "layer"},
             node=node,
             node_bytes=node_bytes,
@@ -153,9 +153,12 @@ class JointDecisions:
     def _watch_optimizers(self) -> None:
         me = weakref.ref(self)
 
-        def stepped(*_):
-            if me() is not None:
-                me()._has_stepped = True
+        def stepped(optimizer, *_):  # any of the process; another one's may step on some ranks alone
+            session = me() and me()._session()
+            if session is None or me()._has_stepped:
+                return
+            ours = {id(parameter) for parameter in session.model.parameters()}
+            me()._has_stepped = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
         self._remove_hook = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
@@ -167,12 +170,13 @@ def _node(config: MemoConfig, other_bytes: int) -> tuple[str, int, str]:
         return socket.gethostname(), 0, str(error)
 
 
-def _settings(model, config: MemoConfig, layers: list[str]) -> dict:
+def _settings(session) -> dict:
     """What all ranks must have alike."""
-    chosen = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_A_MACHINE}
+    chosen = {name: value for name, value in dataclasses.asdict(session.config).items() if name not in _OF_A_MACHINE}
     return {
-        "the model": type(model).__name__,
-        "the number of its layers": len(layers),
+        "the model": type(session.model).__name__,
+        "the number of its layers": len(session.layers),
+        "the number of its stacks of layers": len(session.planners),
         "memo_hf": memo_hf.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

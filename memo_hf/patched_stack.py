@@ -92,7 +92,7 @@ class PatchedStack:
         self._find_sequence()
         session.begin_pass(self._stack, given.device)
         if given.shape[:2].numel() < session.config.effective_min_tokens or given.shape[1] < 2:
-            session.skip_forward()
+            session.skip_forward(given.shape[:2].numel())
             return self._own_forward(*args, **kwargs)
         return self._forward(given, args, self._without_cache(args, kwargs))
 
@@ -165,6 +165,7 @@ class PatchedStack:
         session.begin_forward(self._stack, engine, chunk_tokens * batch_size, (batch_size, num_tokens))
         implementation = self._stack.module.config._attn_implementation
         choice = self._planner.choose(engine, Shape(batch_size, num_tokens), session.host_budget_bytes)
+        session.decided(self._planner, (batch_size, num_tokens))
         return Step(
             engine=engine,
             settings=StepSettings(choice.swap_fraction, chunk_tokens, choice.rebuild_qkv),
@@ -193,6 +194,8 @@ class PatchedStack:
         self._session.train_with(range(dist.get_world_size()))  # the engine may leave no mark on the model
 
     def _documents(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Documents | None:
+        if not self._session.has_values:
+            return None
         sequence = self._sequence
         mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
         if sequence is not None:

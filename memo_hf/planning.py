@@ -23,7 +23,7 @@ from torch import nn
 import memo_hf
 from memo_hf.config import MemoConfig
 from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
-from memo_hf.forecasting.running import Held, describe_run, run_peaks
+from memo_hf.forecasting.running import Held, RunForecast, describe_run, run_peaks
 from memo_hf.layers.zero import full_shape, held_bytes
 from memo_hf.planner.budgets import device_budget_bytes
 from memo_hf.planner.chunks import default_chunk_tokens
@@ -42,6 +42,7 @@ _PATIENCE = 8
 _ROUNDS = 3
 # A plan is made again where the device holds this much more than when it was made (optimizer states came).
 _GROWTH = 1.02
+_CPU_LIMIT = "CPU: fraction 0 takes the least memory; set device_memory to have it solved for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,10 @@ class Planner:
             swap_fraction=config.swap_fraction or 0.0, rebuild_qkv=config.qkv == "rebuild", first_kept=self._first_kept
         )
         self.binding_limit = "not known yet: the first training step is measured at fraction 0"
+        # A plan is to be made from a measured step, and is not made yet.
+        self.is_measuring = self._solves
+        if self._solves and config.device_memory is None and not torch.accelerator.is_available():
+            self.is_measuring, self.binding_limit = False, _CPU_LIMIT
         if config.swap_fraction is not None:
             self.binding_limit = f"swap_fraction: set to {config.swap_fraction:g} by hand"
         elif not attends:
@@ -129,12 +134,14 @@ class Planner:
         began, self._began = self._began, (shape, now)
         if began is None or began[0] != shape:
             self._seconds.clear()
+            if not self._solves_on(engine.device):
+                self._set_device(*self._read_device(engine.device))  # for the forecast alone
         else:
             self._seconds.append(now - began[1])
         if not self._solves:
             return self.choice
         if not self._solves_on(engine.device):
-            self.binding_limit = "CPU: fraction 0 takes the least memory; set device_memory to have it solved for"
+            self.is_measuring, self.binding_limit = False, _CPU_LIMIT
             return self.choice
         self._host_bytes = _USABLE_HOST * host_bytes / self._num_stacks
         if self._is_alone:
@@ -147,7 +154,7 @@ class Planner:
             return chosen
         else:
             self.plan = self._plan_for(shape)
-            self.choice = self._as_choice(self.plan)
+            self.choice, self.is_measuring = self._as_choice(self.plan), False
         return self.choice
 
     def facts(self, device: torch.device, *, reads_plans: bool) -> PlannerFacts | None:
@@ -174,7 +181,7 @@ class Planner:
         """
         if None in facts:
             if any(facts) and self._solves:
-                self._solves = False
+                self._solves = self.is_measuring = False
                 self.binding_limit = "another rank has nothing to choose, so the swap fraction stays 0 on all"
             return
         self._num_agreed += 1
@@ -421,6 +428,34 @@ class Planner:
 
     # Forecast beside measured.
 
+    @property
+    def device_budget_bytes(self) -> float | None:
+        """What training may take on the device, or None where that is not known or not bounded."""
+        return self._device_bytes if 0 < self._device_bytes < float("inf") else None
+
+    def forecast(self) -> RunForecast | None:
+        """What a step of the last shape takes as `choice` has it, or None where that cannot be said."""
+        choice = self.choice
+        run = self._began and describe_run(
+            self._model, self._config, self._began[0], choice.swap_fraction, self.sequence_parallel
+        )
+        if run is None or choice.whole_layers:
+            return None
+        qkv = "rebuild" if choice.rebuild_qkv else "swap"
+        found = run.forecast(qkv, len(self._layers) - choice.first_kept, self._held)
+        return dataclasses.replace(found, step_seconds=self._predicted_seconds())
+
+    def shares(self) -> list[dict[str, float]]:
+        """For each layer, shares of its tokens as in `LayerShares`, were it in token mode."""
+        found, fraction = [], self.choice.swap_fraction
+        for index in range(len(self._layers)):
+            if index in self.choice.whole_layers:
+                found.append({"whole": 1.0})
+            else:
+                kept = index >= self.choice.first_kept
+                found.append({"kept" if kept else "swapped": fraction, "recomputed": 1.0 - fraction})
+        return found
+
     def compare(self, swapped_bytes: int, device_peak_bytes: int | None) -> list[tuple[str, str, float, float]]:
         """(what, unit, forecast, measured) of the last shape that ran, for what is known.
 
@@ -428,22 +463,21 @@ class Planner:
             swapped_bytes: by the last forward pass.
             device_peak_bytes: as somebody measured it, or None.
         """
-        if self._began is None:
-            return []
-        shape, choice, found = self._began[0], self.choice, []
-        run = describe_run(self._model, self._config, shape, choice.swap_fraction, self.sequence_parallel)
-        if run is not None and not choice.whole_layers:
-            qkv = "rebuild" if choice.rebuild_qkv else "swap"
-            host, device, _ = run.figures(qkv, len(self._layers) - choice.first_kept, self._held)
-            found.append(("host bytes", "B", host, swapped_bytes))
+        forecast, found = self.forecast(), []
+        if forecast is not None:
+            found.append(("host bytes", "B", forecast.host_bytes, swapped_bytes))
             if device_peak_bytes is not None:
-                found.append(("device peak", "B", device, device_peak_bytes))
-        if self.plan is not None and self.plan.strategy == "memo" and self._seconds:
-            layers = self._book.measurement.layers_at(shape)
-            rest = self._book.measurement.rest_seconds_at(shape)
-            priced = predict(layers, self._budgets(), self.plan.qkv, self.plan.kinds, rest)
-            found.append(("step", "s", priced.step_seconds, statistics.median(self._seconds)))
+                found.append(("device peak", "B", forecast.device_bytes, device_peak_bytes))
+        if self._seconds and (seconds := self._predicted_seconds()) is not None:
+            found.append(("step", "s", seconds, statistics.median(self._seconds)))
         return found
+
+    def _predicted_seconds(self) -> float | None:
+        if self.plan is None or self.plan.strategy != "memo" or self._book.measurement is None:
+            return None
+        layers = self._book.measurement.layers_at(self._began[0])
+        rest = self._book.measurement.rest_seconds_at(self._began[0])
+        return predict(layers, self._budgets(), self.plan.qkv, self.plan.kinds, rest).step_seconds
 
 
 def _window(layer: nn.Module) -> int | None:

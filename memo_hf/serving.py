@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,38 +23,11 @@ from memo_hf.allocator import cuda, native
 from memo_hf.allocator.memory import MemoryStats
 from memo_hf.allocator.planned import PlannedAllocator
 from memo_hf.config import MemoConfig
+from memo_hf.planner.problem import Placement
 from memo_hf.planner.trace import Trace
-from memo_hf.units import format_bytes
+from memo_hf.report.stats import ServingStats
 
 PLANNING_SECONDS = 20.0  # beside training; on steps of a few thousand requests more has not helped
-
-
-@dataclass(frozen=True)
-class ServingStats:
-    """Who serves a session's memory, and how, since the session began.
-
-    Attributes:
-        allocator: 'planned' or 'stock'; the others say nothing under 'stock'.
-        served_share: of the requests in steps that have a plan, how many got the planned address; None before that.
-        arena_bytes: device memory held for planned addresses now.
-        planned_bytes: bytes requested that got a planned address, summed up.
-        dynamic_bytes: bytes requested that did not, steps without a plan and evaluation included, summed up.
-    """
-
-    allocator: str = "stock"
-    served_share: float | None = None
-    arena_bytes: int = 0
-    planned_bytes: int = 0
-    dynamic_bytes: int = 0
-
-    def describe(self) -> str:
-        """One line."""
-        if self.served_share is None:
-            return f"{self.allocator} allocator: no plan yet"
-        return (
-            f"{self.allocator} allocator: {format_bytes(self.arena_bytes)} at planned addresses, "
-            f"{self.served_share:.2%} of requests served there"
-        )
 
 
 class Serving:
@@ -152,6 +124,11 @@ class Serving:
     def recorded_traces(self) -> list[Trace]:
         """What was recorded in this session, a trace for each shape of step, for whoever studies it."""
         return [] if self._allocator is None else self._allocator.recorded_traces
+
+    @property
+    def address_map(self) -> Placement | None:
+        """The planned addresses of the step that was served last, where its lifetimes were recorded in this process."""
+        return None if self._allocator is None else self._allocator.placement
 
     def close(self) -> None:
         """Puts back the allocator that was there. A second call does nothing."""

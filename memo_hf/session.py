@@ -10,8 +10,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -26,12 +25,14 @@ from memo_hf.layers.loss import install_chunked_loss
 from memo_hf.layers.patch import Patch
 from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
-from memo_hf.layers.zero import Leaves, offloaded_bytes, refuse_late_enabling, refuse_settings
+from memo_hf.layers.zero import Leaves, Offload, refuse_late_enabling, refuse_settings
 from memo_hf.patched_stack import PatchedStack, enabled_layers
-from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
+from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planning import Planner
-from memo_hf.report.summary import summary
-from memo_hf.serving import Serving, ServingStats
+from memo_hf.report.run_report import LayerShares, RunReport
+from memo_hf.report.stats import LayerStats, SessionStats
+from memo_hf.report.summary import start_line
+from memo_hf.serving import Serving
 from memo_hf.swap import SwapEngine
 from memo_hf.units import format_bytes
 
@@ -40,64 +41,15 @@ logger = logging.getLogger("memo_hf")
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class LayerStats:
-    """One layer: its path in the model, 'token' or 'layer', and why."""
-
-    name: str
-    mode: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class SessionStats:
-    """What a session does and has done, at one moment.
-
-    Attributes:
-        layers: every decoder layer with its mode and the reason for it.
-        swap_fraction: fraction of tokens that is swapped rather than recomputed, in the last forward pass.
-        qkv: "swap" or "rebuild", in the last forward pass.
-        strategy: "memo", or "checkpoint" where activation checkpointing is predicted to be as fast and runs instead.
-        binding_limit: in words, what keeps the step from being shorter.
-        chunk_size: tokens of the whole batch in a chunk, of the last forward pass (0 before the first).
-        planned_bytes: bytes that a forward pass of the last one's shape is to swap.
-        swapped_bytes: bytes that the last forward pass has swapped to the host.
-        prefetched_bytes: bytes that came back since that forward pass began.
-        total_swapped_bytes: bytes swapped since the session began.
-        host_bytes: bytes of swapped activations on the host now.
-        peak_host_bytes: the most there has been.
-        host_reserved_bytes: host memory taken for them, never more than the budget.
-        host_budget_bytes: the budget of this rank; None before the first forward pass.
-        forwards: training forward passes that memo_hf ran.
-        stock_forwards: training forward passes that ran untouched, being too short to gain.
-        serving: who serves the device's memory, and how much of it at planned addresses.
-    """
-
-    layers: tuple[LayerStats, ...]
-    swap_fraction: float
-    qkv: str
-    strategy: str
-    binding_limit: str
-    chunk_size: int
-    planned_bytes: int
-    swapped_bytes: int
-    prefetched_bytes: int
-    total_swapped_bytes: int
-    host_bytes: int
-    peak_host_bytes: int
-    host_reserved_bytes: int
-    host_budget_bytes: int | None
-    forwards: int
-    stock_forwards: int
-    serving: ServingStats
-
-
 class Session:
     """memo_hf on one model. Made by `memo_hf.enable`.
 
     Args:
         model: a transformers model, or a peft model around one.
         config: the settings.
+
+    Attributes:
+        say: takes the line that a run begins with, once its first batch is seen; a log entry unless set otherwise.
 
     Raises:
         UnsupportedModelError: no decoder layers, a compiled model, one that is already enabled, or one that is split by
@@ -108,7 +60,12 @@ class Session:
 
     def __init__(self, model: nn.Module, config: MemoConfig):
         self.model, self.config = model, config
+        self.say: Callable[[str], None] = logger.info
+        self._has_begun = False
         self._engine: SwapEngine | None = None
+        # What `tracing` sets: how to swap what has no bytes, and that no tensor of a batch has values to look at.
+        self.engine_options: dict = {}
+        self.has_values = True
         self._patches: list[Patch] = []
         self.planners: list[Planner] = []
         self._undo_loss = None
@@ -118,7 +75,7 @@ class Session:
         self.joint = JointDecisions(self)
         self._stacks: list[PatchedStack] = []
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
-        self._forwards = self._stock_forwards = 0
+        self._forwards = self._stock_forwards = self._total_tokens = 0
         self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
         self._has_warned_of_nothing = False
         register()
@@ -133,7 +90,7 @@ class Session:
                 f"memo_hf is already enabled on the layers of this {type(model).__name__}; call memo_hf.disable on the "
                 "model that it was enabled on first"
             )
-        self._host_bytes_before = read_host_memory().free_bytes if self._offloaded_bytes() else 0
+        self._offload = Offload(model)
         self.serving = Serving(model, config)
         try:
             self._leaves = Leaves([layer for _, layer in layers])
@@ -164,6 +121,7 @@ class Session:
         swapped = traffic.swapped_bytes if traffic else 0
         return SessionStats(
             layers=self.layers,
+            phase="measuring" if self.planners[0].is_measuring else "running",
             swap_fraction=self.swap_fraction,
             qkv="rebuild" if self.planners[0].choice.rebuild_qkv else "swap",
             strategy=self.planners[0].strategy,
@@ -179,28 +137,42 @@ class Session:
             host_budget_bytes=self.host_budget_bytes,
             forwards=self._forwards,
             stock_forwards=self._stock_forwards,
+            total_tokens=self._total_tokens,
             serving=self.serving.stats,
         )
 
     def describe(self) -> str:
         """One line: how many layers run in which mode, the swap fraction, and what limits it."""
-        modes = Counter(layer.mode for layer in self._layers)
-        counted = ", ".join(f"{number} layers in {mode} mode" for mode, number in modes.items())
-        stats = self.stats
-        return (
-            f"memo_hf: {counted}; swap fraction {stats.swap_fraction:.3g}, q/k/v {stats.qkv}; "
-            f"limit: {stats.binding_limit}"
-        )
+        return self.stats.describe()
 
-    def report(self, device_peak_bytes: int | None = None) -> str:
-        """Several lines: modes with reasons, bytes planned, swapped and prefetched, and forecast beside measured.
+    def report(self, device_peak_bytes: int | None = None, format: str = "text") -> str:
+        """Modes with reasons, bytes planned, swapped and prefetched, and forecast beside measured.
 
         Args:
             device_peak_bytes: of a step, as you measured it (`torch.cuda.max_memory_allocated`), to be compared too.
+            format: "text" for several lines, "json", or "html" for one page with plots, which needs matplotlib.
+
+        Raises:
+            ConfigError: another format, or matplotlib is missing for "html".
         """
+        return self.run_report(device_peak_bytes).render(format)
+
+    def run_report(self, device_peak_bytes: int | None = None) -> RunReport:
+        """What `report` renders, as figures of this moment, which stay when the session closes."""
         stats = self.stats
-        figures = [f for planner in self.planners for f in planner.compare(stats.swapped_bytes, device_peak_bytes)]
-        return "\n".join([self.describe(), *summary(stats, self.config.effective_min_tokens, figures)])
+        shares = [share for planner in self.planners for share in planner.shares()]
+        return RunReport(
+            stats=stats,
+            min_tokens=self.config.effective_min_tokens,
+            compared=tuple(f for p in self.planners for f in p.compare(stats.swapped_bytes, device_peak_bytes)),
+            layers=tuple(
+                LayerShares(name=layer.name, mode=layer.mode, **(share if layer.mode == "token" else {"whole": 1.0}))
+                for layer, share in zip(stats.layers, shares, strict=True)
+            ),
+            forecast=self.planners[0].forecast(),
+            device_budget_bytes=self.planners[0].device_budget_bytes,
+            address_map=self.serving.address_map,
+        )
 
     def close(self) -> None:
         """Leave the model as it was found and free all host memory. A second call does nothing."""
@@ -253,7 +225,7 @@ class Session:
             self._close_engine()
         if self._engine is None:
             self.host_budget_bytes = self._host_budget_bytes()
-            self._engine = SwapEngine(device, self.host_budget_bytes)
+            self._engine = SwapEngine(device, self.host_budget_bytes, **self.engine_options)
         return self._engine
 
     def _host_budget_bytes(self) -> int:
@@ -266,15 +238,10 @@ class Session:
     def host_bytes_for_others(self) -> int:
         """Host bytes of this node that others will still take: as set, or what DeepSpeed offloads to."""
         declared = self.config.bytes_of("host_memory_for_others")
-        offloaded = self._offloaded_bytes() if declared is None else declared
-        if declared is not None or not offloaded or self.config.host_memory_bytes is not None:
-            return offloaded  # A budget set by hand is not what is free now.
-        taken = max(0, self._host_bytes_before - read_host_memory().free_bytes)
-        return max(0, offloaded - taken)
-
-    def _offloaded_bytes(self) -> int:
-        ranks, local_ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        return offloaded_bytes(self.model.parameters(), ranks=ranks, local_ranks=local_ranks)
+        if declared is not None:
+            return declared
+        # A budget set by hand is not what is free now.
+        return self._offload.num_bytes() if self.config.host_memory_bytes is not None else self._offload.bytes_to_come()
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
         """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
@@ -300,16 +267,25 @@ class Session:
     def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int, shape: tuple[int, int]) -> None:
         """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
         if stack.name in self._counted or not self._counted:
+            engine.let_go()  # what a pass that failed has left
             self.serving.begin_forward(engine.device, *shape)
             self._counted.clear()
             self._total_swapped_bytes += engine.stats.swapped_bytes
             engine.reset_stats()
             self._planned_bytes = 0
+            self._total_tokens += shape[0] * shape[1]
         self._chunk_size = chunk_size
 
-    def skip_forward(self) -> None:
+    def decided(self, planner: Planner, shape: tuple[int, int]) -> None:
+        """How the forward pass that has begun runs is decided: says so once, where a run begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.say(start_line(self.stats, *shape, planner.forecast()))
+
+    def skip_forward(self, num_tokens: int) -> None:
         """A training forward pass is too short to gain and runs untouched."""
         self.serving.end_step()
+        self._total_tokens += num_tokens
         if not self._stock_forwards:
             logger.info(
                 f"memo_hf: a batch has fewer than {self.config.effective_min_tokens} tokens and runs untouched "

@@ -91,11 +91,13 @@ def test_when_ranks_agree(monkeypatch):
     model, ids = tiny("llama"), random_ids(1, 9)
     session = memo_hf.enable(model, memo_hf.MemoConfig(min_tokens=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anothers = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     for number in range(1, 18):
         few = number == 3  # as short as this memo_hf steps aside, and it counts
         model(input_ids=ids[:, :5] if few else ids, labels=ids[:, :5] if few else ids).loss.backward()
         model.eval()(input_ids=ids)
         model.train()
+        anothers.step()
         if number in (5, 11):
             optimizer.step()
     assert came == [1, 2, 4, 6, 8, 16]

@@ -447,3 +447,11 @@ def test_cuda_kernel_is_given_what_it_needs(monkeypatch, name, causal, window):
     )
     sees, real = visible(2, TOKENS, causal, window, documents)
     torch.testing.assert_close(out[real], dense(*inputs, sees)[real], rtol=0, atol=1e-11)
+
+
+def test_a_chunk_that_holds_the_tokens_of_one_rank_alone():
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    mask.memo_pattern = MaskPattern(causal=True, window=None, chunk=8)
+    query, key, value = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    with pytest.raises(UnsupportedModelError, match="in chunks of 8 tokens and the ranks .* have 16"):
+        attend(torch.nn.Module(), query, key, value, implementation="sdpa", attention_mask=mask)

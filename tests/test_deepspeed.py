@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed_cases import CASES, RANKS, full, own_rows, worker
 from exactness import assert_close, gradients_of, language_loss
+from torch import nn
 
 import memo_hf
 from memo_hf.layers import zero
@@ -130,7 +131,7 @@ def offloading(monkeypatch, **zero_optimization):
 def test_what_has_been_offloaded_already_is_not_counted_twice(monkeypatch):
     offloading(monkeypatch, stage=2, offload_optimizer={"device": "cpu"})
     free = SimpleNamespace(free_bytes=2**30)
-    monkeypatch.setattr("memo_hf.session.read_host_memory", lambda: free)
+    monkeypatch.setattr(zero, "read_host_memory", lambda: free)
     model = full()
     offloaded = 16 * sum(p.numel() for p in model.parameters())
     for settings, expected in (
@@ -146,11 +147,12 @@ def test_what_has_been_offloaded_already_is_not_counted_twice(monkeypatch):
         session.close()
 
 
-def test_offloaded_bytes_are_those_of_one_node(monkeypatch):
-    trained, frozen = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(6), requires_grad=False)
-    offloading(monkeypatch, stage=3, offload_optimizer={"device": "cpu"})
-    assert zero.offloaded_bytes([trained, frozen], ranks=16, local_ranks=8) == 10 * 16 / 2
-    offloading(monkeypatch, stage=3, offload_optimizer={"device": "nvme"}, offload_param={"device": "cpu"})
-    assert zero.offloaded_bytes([trained, frozen], ranks=16, local_ranks=8) == 16 * 4 / 2
-    offloading(monkeypatch, stage=3, offload_optimizer={"device": "none"}, offload_param=None)
-    assert zero.offloaded_bytes([trained, frozen], ranks=1, local_ranks=1) == 0
+@pytest.mark.parametrize(
+    "optimizer, param, num_bytes", [("cpu", "none", 10 * 16), ("nvme", "cpu", 16 * 4), ("none", None, 0)]
+)
+def test_offloaded_bytes_are_those_of_one_node(monkeypatch, optimizer, param, num_bytes):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    offloading(monkeypatch, stage=3, offload_optimizer={"device": optimizer}, offload_param={"device": param})
+    trained, frozen = nn.Linear(10, 1, bias=False), nn.Linear(6, 1, bias=False).requires_grad_(False)
+    assert zero.Offload(nn.Sequential(trained, frozen)).num_bytes() == num_bytes / 2

@@ -142,6 +142,11 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"]({page.name})" not in index and page.name != "README.md"] == []
+
+
 def test_files_that_are_named_exist():
     for page in PAGES:
         for name in re.findall(

@@ -178,7 +178,7 @@ def test_mask_says_its_pattern(kind, given):
 def test_chunks_are_refused_unless_one_holds_all():
     settings = {"attention_chunk_size": TOKENS}
     mask = memo_mask_of("create_chunked_causal_mask", settings=settings)
-    assert mask.memo_pattern == MaskPattern(causal=True, window=None)
+    assert mask.memo_pattern == MaskPattern(causal=True, window=None, chunk=TOKENS)
     with pytest.raises(UnsupportedModelError, match="is made with chunked_overlay"):
         memo_mask_of("create_chunked_causal_mask", settings={"attention_chunk_size": TOKENS - 1})
 

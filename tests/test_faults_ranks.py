@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from memo_hf.agreement import Agreement
 from memo_hf.errors import HostMemoryError, RankError
 from memo_hf.layers.check import StackVerdict, Verdict, check_stack
 
@@ -92,6 +93,12 @@ def check_fails(engine, which, rank):
         return steps(engine, rank, mean_over_ranks, SETTINGS)
 
 
+def ready_made_mask(model, rank):
+    """Rank 1 brings a mask that token mode has no kernel for."""
+    mask = torch.full((1, 1, LENGTHS[1], LENGTHS[1]), float("-inf")).triu(1) if rank == 1 else None
+    return model(input_ids=IDS[rank], labels=IDS[rank], attention_mask=mask).loss
+
+
 def settings_differ(rank):
     with pytest.raises(RankError) as error:
         steps("DDP", rank, mean_over_ranks, {**SETTINGS, "swap_fraction": 0.5 + 0.25 * rank})
@@ -99,9 +106,13 @@ def settings_differ(rank):
 
 
 def short_of_host_memory(rank):
-    with pytest.raises(HostMemoryError) as error:
-        steps("FSDP2", rank, mean_over_ranks, {**SETTINGS, "host_memory": "1GiB" if rank == 0 else "8KiB"})
-    return str(error.value)
+    """Of some, and of all, which an offloaded optimizer is said to take."""
+    told = []
+    for settings in (dict(host_memory="8KiB"), dict(host_memory="1GiB", host_memory_for_others="2GiB")):
+        with pytest.raises(HostMemoryError) as error:
+            steps("FSDP2", rank, mean_over_ranks, {**SETTINGS, **(settings if rank else dict(host_memory="1GiB"))})
+        told.append(str(error.value))
+    return told
 
 
 def planned(rank):
@@ -141,6 +152,7 @@ def absent(rank):
     """Both build the model, and one of them never trains it. DDP's own broadcast of buffers would wait before us."""
     wrapped = DistributedDataParallel(model := full(), broadcast_buffers=False)
     if rank == 1:
+        Agreement.of(range(RANKS))  # Later agreements have the same number on both.
         return None
     store = _get_default_store()
     before = store.timeout
@@ -168,6 +180,7 @@ CASES = {
     },
     **{(engine, "check"): functools.partial(check_fails, engine, {1}) for engine in ENGINES},
     "no layer passes": functools.partial(check_fails, "FSDP2", {0, 1, 2, 3}),
+    "falls back": lambda rank: steps("FSDP2", rank, ready_made_mask, SETTINGS),
     "settings differ": settings_differ,
     "short of host memory": short_of_host_memory,
     "planned": planned,
@@ -225,14 +238,22 @@ def test_no_layer_passes_the_check_on_one_rank(ranks):
         assert found["stats"].swapped_bytes == found["stats"].planned_bytes > 0
 
 
+def test_a_rank_that_falls_back_is_followed_by_the_others(ranks):
+    for found, by in zip(result(ranks, "falls back"), ("rank 1: ", ""), strict=True):
+        reason = f"{by}its attention mask comes ready made, for every pair of tokens"
+        assert {(layer.mode, layer.reason) for layer in found["stats"].layers} == {("layer", reason)}
+        assert_close(relevant(found["grads"]), averaged(ready_made_mask))
+
+
 def test_settings_that_differ_are_named_on_every_rank(ranks):
     for message in result(ranks, "settings differ"):
         assert "MemoConfig.swap_fraction is 0.5 on rank 0, 0.75 on rank 1; give every rank the same" in message
 
 
 def test_a_rank_short_of_host_memory_is_named_on_every_rank(ranks):
-    for message in result(ranks, "short of host memory"):
-        assert "the budget of rank 1, the least of all, is 4.00 KiB" in message
+    for some, all_of_it in result(ranks, "short of host memory"):
+        assert "the budget of rank 1, the least of all, is 4.00 KiB" in some
+        assert "rank 1 has no host memory left: no host memory is left for activations: 1.00 GiB may be" in all_of_it
 
 
 def test_all_plan_from_the_slowest_and_the_least(ranks):

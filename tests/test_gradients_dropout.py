@@ -22,8 +22,8 @@ IDS = random_ids(2, 37)
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
 
 
-def with_lora_dropout(model):
-    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear")).train()
+def with_lora_dropout(model, **settings):
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear", **settings)).train()
 
 
 MODELS = {
@@ -33,6 +33,7 @@ MODELS = {
     "attention and activation": lambda: tiny("opt", num_hidden_layers=2, ffn_dim=64, word_embed_proj_dim=32),
     "routers": lambda: tiny("phimoe", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
     "LoRA": lambda: with_lora_dropout(tiny("llama", num_hidden_layers=2)),
+    "DoRA": lambda: with_lora_dropout(tiny("llama", num_hidden_layers=2), use_dora=True),
     "LoRA and attention": lambda: with_lora_dropout(tiny("llama", num_hidden_layers=2, attention_dropout=0.3)),
     "layer mode": lambda: tiny("bloom", n_layer=2, n_head=4, hidden_dropout=0.2, attention_dropout=0.2),
 }

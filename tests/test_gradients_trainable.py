@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapters import lora, randomise_adapters
 from exactness import assert_close, assert_nothing_on_host, check_exact, enabled, gradients_of, language_loss
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_models import random_ids, tiny
@@ -92,20 +93,6 @@ def test_what_trains_may_change_between_steps():
             assert ours == trained(model)
             assert_nothing_on_host(session)
     check(model, SETTINGS[:1])
-
-
-def lora(model, **settings):
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(r=4, **settings)).train()
-    randomise_adapters(model)
-    return model
-
-
-def randomise_adapters(model):
-    """What peft starts at zero would hide half of the gradients."""
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.2)
 
 
 LORA = {

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import gradients, random_ids, tiny, worst_relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import memo_hf
 from memo_hf.errors import HostMemoryError
 from memo_hf.forecasting.running import describe_run
 from memo_hf.planner.plan import Shape
+from memo_hf.profiler import Profile
 from memo_hf.report.summary import compared
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[1] / "benchmarks/bench_forecast_cpu.py"))
@@ -50,6 +53,31 @@ def test_the_first_step_is_measured_and_the_second_is_planned():
     assert measured.to_host_bytes_per_second > 1e6 and measured.to_device_bytes_per_second > 1e6
     assert session.stats.binding_limit in session.describe()
     session.close()
+
+
+def test_measuring_adds_hardly_any_work(monkeypatch):
+    """Counted: operators of the measured step beside one at the same settings by hand, and moments noted."""
+    marks, mark = [], Profile.mark
+    monkeypatch.setattr(Profile, "mark", lambda profile, *moment: marks.append(moment) or mark(profile, *moment))
+    model, counts = tiny("llama", num_hidden_layers=5), []
+    for by_hand in ({}, {"swap_fraction": 0.0}):
+        session = enabled(model, chunk_size=64, qkv="swap", **by_hand)
+        with FlopCounterMode(display=False) as products, Operators() as operators:
+            train(model, 512)
+        counts.append((products.get_total_flops(), operators.number))
+        assert len(marks) == 9 * 5 * (not by_hand)
+        marks.clear()
+        session.close()
+    (measured_flops, measured), (flops, plain) = counts
+    assert flops <= measured_flops < 1.02 * flops and measured < 1.02 * plain
+
+
+class Operators(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_what_is_predicted_is_what_is_swapped():
@@ -196,7 +224,7 @@ def test_plans_are_reused_and_stale_ones_refused(tmp_path, caplog):
 
 
 def test_by_hand_nothing_is_measured_or_planned():
-    session = enabled(chunk_size=64, swap_fraction=0.5)
+    session = enabled(chunk_size=64, swap_fraction=0.5, device_memory=None)
     for _ in range(2):
         train(session.model, 128)
     assert session.planners[0].measurement is None and session.stats.swap_fraction == 0.5
@@ -208,7 +236,7 @@ def test_rebuilt_beside_swapped_tokens():
     model, ids = tiny("llama"), random_ids(2, 96)
     stock = gradients(model, ids)
     for fraction in (0.25, 0.75, 1.0):
-        session = enabled(model, chunk_size=32, qkv="rebuild", swap_fraction=fraction)
+        session = enabled(model, chunk_size=32, qkv="rebuild", swap_fraction=fraction, device_memory=None)
         assert worst_relative_error(gradients(model, ids), stock) < 1e-4
         session.close()
 

@@ -94,7 +94,7 @@ def test_functions():
 def test_session():
     public = [name for name in vars(Session) if not name.startswith("_")]
     used_by_the_engine = {"engine", "require_host", "begin_pass", "begin_forward", "skip_forward", "end_forward"}
-    used_by_the_engine |= {"fall_back", "run_whole", "layers", "host_bytes_for_others"}
+    used_by_the_engine |= {"fall_back", "run_whole", "layers", "host_bytes_for_others", "decided", "run_report"}
     assert sorted(set(public) - used_by_the_engine) == [
         "close",
         "describe",
@@ -103,9 +103,11 @@ def test_session():
         "swap_fraction",
         "train_with",
     ]
+    assert signature(Session.report) == "(self, device_peak_bytes: int | None = None, format: str = text) -> str"
     assert fields(LayerStats) == {"name": "str", "mode": "str", "reason": "str"}
     assert fields(SessionStats) == {
         "layers": "tuple[LayerStats, ...]",
+        "phase": "str",
         "swap_fraction": "float",
         "qkv": "str",
         "strategy": "str",
@@ -121,6 +123,7 @@ def test_session():
         "host_budget_bytes": "int | None",
         "forwards": "int",
         "stock_forwards": "int",
+        "total_tokens": "int",
         "serving": "ServingStats",
     }
     documented = inspect.getdoc(SessionStats)

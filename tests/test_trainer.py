@@ -1,30 +1,28 @@
 """`MemoTrainer` and `MemoTrainerMixin`: Trainer's training exactly, on from the first step to the last, then off."""
 
 import copy
-import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
+from trainer_runs import (
+    LAYERS,
+    MEMO,
+    Gradients,
+    arguments,
+    assert_same_gradients,
+    is_untouched,
+    random_rows,
+    tiny_llama,
+    tiny_lora,
+    train,
 )
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-from memo_hf import MemoConfig, MemoTrainer, MemoTrainerMixin
+from memo_hf import MemoConfig, MemoTrainer
 from memo_hf.errors import ConfigError, MemoError
 
 # peft reads it whenever it wraps a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-MEMO = MemoConfig(swap_fraction=0.5, chunk_size=8)
-VOCAB, TOKENS, LAYERS = 64, 24, 4
-
 # The switch got another name during transformers 5.
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -33,77 +31,9 @@ CHECKPOINTING = (
 )
 
 
-def tiny_llama(**changes):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **changes,
-    )
-    return LlamaForCausalLM(config)
-
-
-def tiny_lora(dropout=0.0):
-    model = tiny_llama()
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=dropout))
-
-
 @pytest.fixture
 def data():
-    ids = torch.randint(0, VOCAB, (16, TOKENS), generator=torch.Generator().manual_seed(3))
-    return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
-
-
-def arguments(folder, **changes):
-    settings = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-        "optim": "sgd",
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(str(folder), **{**settings, **changes})
-
-
-class Gradients(TrainerCallback):
-    """Keeps the gradients of every optimizer step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-
-
-def train(trainer_class, model, args, data, **kwargs):
-    gradients = Gradients()
-    trainer = trainer_class(model=model, args=args, train_dataset=data, callbacks=[gradients], **kwargs)
-    trainer.train()
-    return trainer, gradients.steps
-
-
-def assert_same_gradients(steps, expected, relative=1e-5):
-    assert len(steps) == len(expected)
-    for step, expected_step in zip(steps, expected, strict=True):
-        assert step.keys() == expected_step.keys()
-        for name, gradient in step.items():
-            worst = (gradient - expected_step[name]).abs().max() / expected_step[name].abs().max().clamp(min=1e-12)
-            assert worst <= relative, f"{name}: {worst:.2e}"
-
-
-def is_untouched(model):
-    return not any("forward" in module.__dict__ for module in model.modules())
+    return random_rows()
 
 
 @pytest.mark.parametrize("make_model", [tiny_llama, tiny_lora])
@@ -293,65 +223,3 @@ def test_config_parses_beside_training_arguments(tmp_path):
     assert parser.parse_args_into_dataclasses(argv[:2])[1] == MemoConfig()
     with pytest.raises(ConfigError, match="swap_fraction is 1.5"):
         parser.parse_args_into_dataclasses([*argv[:2], "--swap_fraction", "1.5"])
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-class TestWithTrl:
-    """TRL's SFTTrainer, whose loss calls the decoder and never the model's own loss."""
-
-    @pytest.fixture
-    def sft(self):
-        trl = pytest.importorskip("trl")
-        return trl, type("MemoSFTTrainer", (MemoTrainerMixin, trl.SFTTrainer), {})
-
-    @pytest.fixture
-    def tokenizer(self):
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast
-
-        words = {f"w{i}": i for i in range(VOCAB - 1)} | {"<e>": VOCAB - 1}
-        raw = Tokenizer(models.WordLevel(words, unk_token="<e>"))
-        return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<e>", pad_token="<e>")
-
-    def config(self, trl, folder, **changes):
-        settings = {k: v for k, v in vars(arguments(folder)).items() if k in (
-            "per_device_train_batch_size", "max_steps", "optim", "learning_rate", "logging_steps", "save_strategy",
-            "report_to", "use_cpu", "disable_tqdm", "dataloader_pin_memory")}  # fmt: skip
-        return trl.SFTConfig(str(folder), bf16=False, max_length=TOKENS, **{**settings, **changes})
-
-    @pytest.mark.parametrize("lora", [False, True])
-    @pytest.mark.parametrize("packing", [False, True])
-    def test_gradients_equal_those_of_sft_trainer(self, tmp_path, data, sft, tokenizer, lora, packing):
-        trl, memo_sft = sft
-        runs = []
-        for trainer_class, extra in ((trl.SFTTrainer, {}), (memo_sft, {"memo": MEMO})):
-            args = self.config(trl, tmp_path, gradient_checkpointing=False, packing=packing)
-            if lora:
-                extra["peft_config"] = LoraConfig(r=2, target_modules="all-linear")
-            torch.manual_seed(5)
-            runs.append(train(trainer_class, tiny_llama(), args, data, processing_class=tokenizer, **extra))
-        assert_same_gradients(runs[1][1], runs[0][1])
-        assert runs[1][0].memo_stats.forwards == 3
-        log = next(log for log in runs[1][0].state.log_history if "loss" in log)
-        assert {"memo/swapped_gib", "mean_token_accuracy"} <= log.keys()
-
-    def test_checkpointing_that_is_only_a_default_is_turned_off(self, tmp_path, data, sft, tokenizer):
-        trl, memo_sft = sft
-        args = self.config(trl, tmp_path)
-        with pytest.warns(UserWarning, match="Write gradient_checkpointing=False"):
-            trainer = memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer, memo=MEMO)
-        trainer.train()
-        assert trainer.memo_stats.forwards == 3
-        assert args.gradient_checkpointing  # the user's own arguments are left alone
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            plain = memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer)
-        assert getattr(plain.args, CHECKPOINTING)
-
-    def test_refuses_activation_offloading(self, tmp_path, data, sft, tokenizer, monkeypatch):
-        trl, memo_sft = sft
-        # TRL's own needs a GPU.
-        monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", lambda model: nullcontext())
-        args = self.config(trl, tmp_path, gradient_checkpointing=False, activation_offloading=True)
-        with pytest.raises(ConfigError, match="activation_offloading=False"):
-            memo_sft(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer, memo=MEMO)

@@ -19,6 +19,7 @@ from memo_hf.allocator.recording import Recording
 from memo_hf.allocator.serving_plan import ServingPlan
 from memo_hf.allocator.solver import Solver
 from memo_hf.errors import PlanError
+from memo_hf.planner.problem import Placement
 from memo_hf.planner.trace import Trace
 from memo_hf.units import format_bytes
 
@@ -147,6 +148,15 @@ class PlannedAllocator:
     def recorded_traces(self) -> list[Trace]:
         """The traces that were planned, one for each shape that has been recorded."""
         return [shape.recording.trace for shape in self._shapes.values() if shape.recording]
+
+    @property
+    def placement(self) -> Placement | None:
+        """The plan that was installed last of those whose steps were recorded here, with their lifetimes."""
+        for shape in reversed(self._shapes.values()):
+            if shape.plan and shape.recording and len(shape.plan.requests) == len(shape.recording.requests):
+                offsets = tuple(request.offset for request in shape.plan.requests)
+                return Placement(shape.recording.trace.problem(), offsets, "planned", proved=shape.plan.proved)
+        return None
 
     def finish_planning(self, timeout_seconds: float) -> bool:
         """Waits for the process that is placing a step, whose plan the next step installs. False: it takes longer."""

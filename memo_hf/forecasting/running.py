@@ -14,7 +14,7 @@ from memo_hf.forecasting.baselines import CHECKPOINTING, baseline
 from memo_hf.forecasting.forecast import layer_costs
 from memo_hf.forecasting.hardware import find_device, this_cpu
 from memo_hf.forecasting.memory import static_parts
-from memo_hf.forecasting.moments import layer_moments
+from memo_hf.forecasting.moments import Moment, layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.planner.layer_costs import DevicePeak
@@ -30,26 +30,54 @@ class Held:
 
 
 @dataclass(frozen=True)
+class RunForecast:
+    """What a step of one shape will take.
+
+    Attributes:
+        host_parts: bytes that a forward pass swaps, by what they are.
+        device_parts: bytes that the device holds at its peak, by what they are.
+        moment: of the step, at which that is.
+        step_seconds: of the step, or None where nothing was measured to tell it from.
+    """
+
+    host_parts: dict[str, float]
+    device_parts: dict[str, float]
+    moment: str
+    step_seconds: float | None = None
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host_parts.values())
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device_parts.values())
+
+
+@dataclass(frozen=True)
 class Run:
     """One shape of a running model."""
 
     setup: Setup
 
-    def figures(self, qkv: str, num_kept: int, held: Held) -> tuple[float, float, str]:
-        """Bytes that a forward pass swaps, the device's peak, and when that is, at the setup's fraction.
+    def forecast(self, qkv: str, num_kept: int, held: Held) -> RunForecast:
+        """Bytes that a forward pass swaps, and the device's peak, at the setup's fraction.
 
         Args:
             held: whatever the shape.
         """
         setup = self.setup.replace(num_kept=num_kept, qkv=qkv)
         fraction = setup.set_fraction or 0.0
-        host = sum(
-            costs.num_movable * (costs.whole_bytes(qkv) + fraction * costs.fraction_bytes(qkv))
-            for costs in layer_costs(setup)
-        )
-        peaks = [peak for peak in _peaks(setup, held) if peak.treatment == qkv]
-        highest = max(peaks, key=lambda peak: peak.bytes_at(fraction))
-        return host, highest.bytes_at(fraction), highest.when
+        host = dict.fromkeys(("h", "o", "q, k, v", "others"), 0.0)
+        for costs in layer_costs(setup):
+            host["h"] += costs.num_movable * costs.input_bytes
+            host["o"] += costs.num_movable * costs.output_bytes
+            host["q, k, v"] += costs.num_movable * costs.qkv_bytes * (1.0 if qkv == "swap" else fraction)
+            host["others"] += costs.num_movable * costs.others_bytes * fraction
+        moments = [moment for moment in _moments(setup) if moment.treatment == qkv]
+        parts = [_parts(moment, held, fraction) for moment in moments]
+        highest = max(range(len(parts)), key=lambda index: sum(parts[index].values()))
+        return RunForecast(host, parts[highest], moments[highest].when)
 
 
 def describe_run(
@@ -104,16 +132,22 @@ def run_peaks(run: Run, held: Held) -> tuple[tuple[DevicePeak, ...], float]:
 
 
 def _peaks(setup: Setup, held: Held) -> tuple[DevicePeak, ...]:
-    moments = (moment for kind in setup.kinds for moment in layer_moments(setup, kind))
     peaks = (
         DevicePeak(
             when=moment.when,
             treatment=moment.treatment,
-            fixed_bytes=held.static_bytes
-            + (held.gradient_bytes if moment.has_gradients else 0.0)
-            + sum(moment.parts.values()),
+            fixed_bytes=sum(_parts(moment, held, 0.0).values()),
             bytes_per_fraction=sum(moment.per_fraction.values()),
         )
-        for moment in moments
+        for moment in _moments(setup)
     )
     return tuple(dict.fromkeys(peaks))
+
+
+def _moments(setup: Setup) -> list[Moment]:
+    return [moment for kind in setup.kinds for moment in layer_moments(setup, kind)]
+
+
+def _parts(moment: Moment, held: Held, fraction: float) -> dict[str, float]:
+    gradients = held.gradient_bytes if moment.has_gradients else 0.0
+    return {"weights and states": held.static_bytes, "gradients": gradients, **moment.at(fraction)}

@@ -10,14 +10,17 @@ import copy
 import dataclasses
 import os
 import warnings
+from pathlib import Path
 
+from tqdm.auto import tqdm
 from transformers import Trainer
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError, MemoError
 from memo_hf.integrations.accelerate import as_config, enable_under, refuse_conflicts
+from memo_hf.integrations.progress import RunFigures
+from memo_hf.units import format_bytes
 
-_GIB = 2**30
 # The same switch under the name of today, and under the one that older releases and TRL use.
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
@@ -32,9 +35,12 @@ class MemoTrainerMixin:
     Attributes:
         memo_session: the open `Session` while the training loop runs, else None.
         memo_stats, memo_report: the session's `stats` and `report()` at the end of the last training loop, or None.
+            `save_memo_report` writes the latter to a file, with plots where that is an HTML page.
 
     memo_hf is on from the start of the training loop to its end or failure, so that evaluation outside of it, saving
-    and a second `train()` find the model as it was. Logs that carry the loss also carry `memo/...` numbers.
+    and a second `train()` find the model as it was. The first batch prints one line: mode, swap fraction, what limits
+    it, host memory and the forecast. Trainer's progress bar shows tokens per second and the peak of memory, and logs
+    that carry the loss also carry `memo/...` numbers.
 
     Raises:
         ConfigError: `memo` is wrong, or activation checkpointing, activation offloading, torch.compile or
@@ -46,7 +52,7 @@ class MemoTrainerMixin:
     def __init__(self, *args, memo: MemoConfig | dict | None = None, **kwargs):
         self.memo_config = None if memo is None else as_config(memo)
         self.memo_session = None
-        self.memo_stats = self.memo_report = None
+        self.memo_stats = self.memo_report = self._memo_run_report = None
         super().__init__(*args, **kwargs)
         if self.memo_config is not None:
             self.args = _without_checkpointing(self.args)
@@ -64,32 +70,60 @@ class MemoTrainerMixin:
         # As the loop itself does first: it ends DeepSpeed's engine of the loop before, which is still on the model.
         self.accelerator.free_memory()
         self.memo_session = session = enable_under(self.accelerator, self.model, config)
-        self._memo_checked = False
+        session.say = self._say
+        self._memo_figures = RunFigures(session, self.callback_handler.callbacks)
+        self.add_callback(self._memo_figures)
+        self._memo_checked, self._memo_phase = False, session.stats.phase
         try:
-            self._say(session.describe())
             return super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.memo_stats, self.memo_report = session.stats, session.report()
+            self._memo_run_report = session.run_report()
+            self.memo_stats, self.memo_report = self._memo_run_report.stats, self._memo_run_report.text()
             self.memo_session = None
+            self.remove_callback(self._memo_figures)
             session.close()
+
+    def save_memo_report(self, path: str | Path) -> None:
+        """Write what memo_hf does or did in the last training loop, from the main process.
+
+        Args:
+            path: .html for a page with plots (which needs matplotlib), .json, or .txt.
+
+        Raises:
+            ConfigError: another suffix, or matplotlib is missing.
+            MemoError: nothing was trained with memo_hf yet.
+        """
+        path = Path(path)
+        formats = {".html": "html", ".json": "json", ".txt": "text"}
+        if path.suffix not in formats:
+            raise ConfigError(f"{path} ends in {path.suffix!r}; a report ends in one of {list(formats)}")
+        report = self.memo_session.run_report() if self.memo_session is not None else self._memo_run_report
+        if report is None:
+            raise MemoError("there is nothing to report: no training loop has run with memo_hf; call train() first")
+        if self.is_world_process_zero():
+            path.write_text(report.render(formats[path.suffix]))
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         if self.memo_session is not None and not self._memo_checked:
             self._memo_checked = True
             self._check_effect(self.memo_session.stats)
+        if self.memo_session is not None and self._memo_phase != (phase := self.memo_session.stats.phase):
+            self._memo_phase = phase
+            self._say(self.memo_session.describe())  # the first step was measured, and the plan is made
         return loss
 
     def _check_effect(self, stats):
-        """After the first training step: raise where memo_hf did nothing, and say so where it stepped aside."""
+        """After the first training step: say what it swapped. Raise where memo_hf did nothing, for no reason given."""
         if stats.stock_forwards:
             limit = self.memo_config.effective_min_tokens
             self._say(f"memo_hf: a batch of fewer than {limit:,} tokens runs untouched (MemoConfig.min_tokens)")
-        elif (
-            stats.strategy == "memo"
-            and not stats.total_swapped_bytes
-            and len(stats.layers) > self.memo_config.unswapped_layers
-        ):
+        elif stats.total_swapped_bytes:
+            self._say(
+                f"memo_hf: the first step swapped {format_bytes(stats.swapped_bytes)} of "
+                f"{format_bytes(stats.planned_bytes)} planned"
+            )
+        elif stats.strategy == "memo" and len(stats.layers) > self.memo_config.unswapped_layers:
             raise MemoError(
                 f"the first training step swapped 0 bytes although memo_hf was enabled on {len(stats.layers)} layers: "
                 "their forward was not called, or was replaced later. Look for what else patches the model"
@@ -97,11 +131,11 @@ class MemoTrainerMixin:
 
     def _say(self, line: str):
         if self.is_world_process_zero():
-            print(line)
+            tqdm.write(line)  # above a progress bar that is there
 
     def log(self, logs, *args, **kwargs):
         if self.memo_session is not None and "loss" in logs:
-            logs.update(_metrics(self.memo_session.stats))
+            logs.update(self._memo_figures.metrics(self.args.device))
         return super().log(logs, *args, **kwargs)
 
 
@@ -138,7 +172,7 @@ def _refuse_training_arguments(args) -> None:
     if getattr(args, "activation_offloading", False):
         raise ConfigError(
             "TRL's activation offloading is on, and would copy to the host what memo_hf already does. Turn it off: "
-            "activation_offloading=False in the training arguments"
+            "activation_offloading=False in the training arguments, or train without memo_hf: memo=None"
         )
     if args.torch_compile:
         raise ConfigError(
@@ -150,12 +184,3 @@ def _refuse_training_arguments(args) -> None:
             f"Trainer would run nn.DataParallel over {args.n_gpu} GPUs, whose replicas memo_hf cannot follow. Start "
             "one process per GPU (accelerate launch), or let one GPU be visible"
         )
-
-
-def _metrics(stats) -> dict[str, float]:
-    return {
-        "memo/swapped_gib": stats.swapped_bytes / _GIB,
-        "memo/host_peak_gib": stats.peak_host_bytes / _GIB,
-        "memo/swap_fraction": stats.swap_fraction,
-        "memo/stock_forwards": stats.stock_forwards,
-    }

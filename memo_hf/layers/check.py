@@ -161,6 +161,10 @@ def _brief(error: Exception) -> str:
 def _evaluating(module: nn.Module) -> Iterator[None]:
     modes = {child: child.training for child in module.modules()}
     module.eval()
+    for child in modes:
+        # bitsandbytes repacks 4-bit weights for inference, in place and for good, when a CPU evaluates them.
+        if any(not parameter.is_floating_point() for parameter in child.parameters(recurse=False)):
+            child.training = True
     try:
         with torch.no_grad():
             yield

@@ -65,7 +65,8 @@ def refuse_what_cannot_be(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ConfigError(
                 f"activation checkpointing of {where} is on together with memo_hf, which replaces it. Turn it off: "
-                "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, or "
+                "activation_checkpointing=False (gradient_checkpointing=False) in TrainingArguments, "
+                "use_gradient_checkpointing=False in prepare_model_for_kbit_training, or "
                 "model.gradient_checkpointing_disable()."
             )
 

@@ -117,4 +117,6 @@ def substituted(parameters: list[tuple[nn.Module, str]], replacements: list[torc
         yield
     finally:
         for (module, name), parameter in zip(parameters, before, strict=True):
+            # Parametrizations that come and go within (peft's adapters of experts) leave a plain tensor as a buffer.
+            module._buffers.pop(name, None)
             module._parameters[name] = parameter

@@ -10,6 +10,7 @@ Called by the session, the check and the planner. Never imports DeepSpeed where 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
 from memo_hf.errors import ConfigError, UnsupportedModelError
+from memo_hf.planner.budgets import read_host_memory
 
 # Bytes on the host for each trained parameter: fp32 weight and gradient, and Adam's two moments.
 _OFFLOADED_OPTIMIZER_BYTES = 16
@@ -131,22 +133,38 @@ def refuse_settings() -> None:
         )
 
 
-def offloaded_bytes(parameters: Iterable[Tensor], *, ranks: int, local_ranks: int) -> int:
-    """Host bytes of this node that the DeepSpeed config in force offloads to: optimizer, and parameters.
+class Offload:
+    """Host memory of this node that DeepSpeed takes after memo_hf is enabled: for the optimizer, and for parameters.
 
-    Counted for Adam in fp32, whatever the optimizer is. What goes to NVMe is not counted.
+    From the DeepSpeed config in force. Counted for Adam in fp32, whatever the optimizer is. What goes to NVMe is not
+    counted.
 
     Args:
-        parameters: of the whole model.
-        ranks, local_ranks: in all, and on this node.
+        model: the whole model.
     """
-    zero = (deepspeed_config() or {}).get("zero_optimization") or {}
-    to_host = {part: (zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("optimizer", "param")}
-    total = 0
-    for parameter in parameters:
-        size = full_shape(parameter).numel()
-        if to_host["optimizer"] and parameter.requires_grad:
-            total += size * _OFFLOADED_OPTIMIZER_BYTES
-        if to_host["param"] and zero.get("stage") == 3:
-            total += size * parameter.dtype.itemsize
-    return total * local_ranks // ranks
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._free_before = read_host_memory().free_bytes if self.num_bytes() else 0
+
+    def num_bytes(self) -> int:
+        """Of all, taken already or not."""
+        config = (deepspeed_config() or {}).get("zero_optimization") or {}
+        to_host = {
+            part for part in ("optimizer", "param") if (config.get(f"offload_{part}") or {}).get("device") == "cpu"
+        }
+        total = 0
+        for parameter in self._model.parameters() if to_host else ():
+            size = full_shape(parameter).numel()
+            if "optimizer" in to_host and parameter.requires_grad:
+                total += size * _OFFLOADED_OPTIMIZER_BYTES
+            if "param" in to_host and config.get("stage") == 3:
+                total += size * parameter.dtype.itemsize
+        ranks, local_ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return total * local_ranks // ranks  # The launcher has said how many.
+
+    def bytes_to_come(self) -> int:
+        """Of those that are not taken yet, going by what is free on this node."""
+        offloaded = self.num_bytes()
+        taken = self._free_before - read_host_memory().free_bytes if offloaded else 0
+        return max(0, offloaded - max(0, taken))

@@ -42,7 +42,8 @@ def plan_step(trace: Trace, time_limit: float = 10.0, two_levels: bool = True) -
         requests = [request for request in trace.requests if request.stream == stream]
         seconds = time_limit / len(trace.streams)
         problem, deadline = trace.problem(stream), time.monotonic() + seconds
-        offsets, method = _two_levels(trace, requests, seconds) if two_levels else (None, "")
+        # Half of the time, or none would be left to plan flat where that is better.
+        offsets, method = _two_levels(trace, requests, seconds / 2) if two_levels else (None, "")
         peak = Placement(problem, tuple(offsets), method).peak if two_levels else None
         if peak is None or peak > _GOOD_ENOUGH * problem.lower_bound:
             flat = place(problem, time_limit=max(0.0, deadline - time.monotonic()))

@@ -1,6 +1,6 @@
 """Draws a placement: which bytes of the arena are taken when. Needs matplotlib, which is optional.
 
-Called by `memo-hf place --plot` and by notebooks.
+Called by `memo-hf place --plot`, by a run's HTML page and by notebooks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from memo_hf.planner.problem import Placement
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
-def plot_address_map(placement: Placement, path: str | Path) -> None:
-    """Writes an image (by the suffix of `path`): time to the right, addresses upwards, a rectangle for each buffer.
+def address_map(placement: Placement):
+    """A matplotlib figure: time to the right, addresses upwards, a rectangle for each buffer.
 
     Raises:
         PlanError: matplotlib is not installed.
@@ -53,4 +53,9 @@ def plot_address_map(placement: Placement, path: str | Path) -> None:
     axes.annotate(placement.method, (0, -0.1), xycoords="axes fraction", fontsize="x-small", annotation_clip=False)
     axes.legend(loc="upper right")
     figure.colorbar(boxes, label="log2 of size in bytes")
-    figure.savefig(path, dpi=150)
+    return figure
+
+
+def plot_address_map(placement: Placement, path: str | Path) -> None:
+    """Writes `address_map` as an image, by the suffix of `path`. Raises `PlanError` without matplotlib."""
+    address_map(placement).savefig(path, dpi=150)

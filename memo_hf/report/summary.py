@@ -1,4 +1,4 @@
-"""What a session has done, as lines of text, with the forecast beside it. Called by the session; knows numbers only."""
+"""What a session does and has done, as lines of text, with the forecast beside it. Knows numbers only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ from collections import Counter
 from memo_hf.units import format_bytes
 
 _TOLERANCE = 0.10
+
+
+def start_line(stats, batch_size: int, num_tokens: int, forecast) -> str:
+    """The line that a run begins with: mode, swap fraction, limit, host memory, and what the forecast says.
+
+    Args:
+        stats: the session's `SessionStats`, once the first forward pass is decided.
+        batch_size, num_tokens: of that pass: sequences, and tokens of each.
+        forecast: its `RunForecast`, or None where the model is not one that the forecast describes.
+    """
+    line = stats.describe()
+    if stats.host_budget_bytes:
+        line += f"; host budget {format_bytes(stats.host_budget_bytes)}"
+    if forecast is None:
+        return line
+    line += (
+        f"; forecast for {batch_size} x {num_tokens:,} tokens: {format_bytes(forecast.host_bytes)} swapped, "
+        f"device peak {format_bytes(forecast.device_bytes)}"
+    )
+    return line if forecast.step_seconds is None else f"{line}, step {forecast.step_seconds:.3g} s"
 
 
 def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]) -> list[str]:

@@ -58,6 +58,7 @@ class SwapEngine:
         host_budget_bytes: upper bound of the host memory reserved.
         backend: makes the copies. None: a worker thread on "cpu", copy streams on "cuda".
         max_in_flight: how many groups may hold device memory that is being offloaded at once.
+        tensor_types: what is swapped; all else stays on the device.
 
     Raises:
         MemoError: there is no backend for this device.
@@ -71,6 +72,7 @@ class SwapEngine:
         *,
         backend: CopyBackend | None = None,
         max_in_flight: int = 2,
+        tensor_types: tuple[type, ...] = (Tensor, torch.nn.Parameter),
     ):
         if max_in_flight < 1:
             raise ConfigError(
@@ -80,6 +82,7 @@ class SwapEngine:
         self._backend = backend or _backend_for(self.device)
         self._pool = HostPool(host_budget_bytes, self._backend.pin, self._backend.unpin)
         self._max_in_flight = max_in_flight
+        self.tensor_types = tensor_types
         # Re-entrant, since a destructor that the garbage collector runs in here may use the engine.
         self._lock = threading.RLock()
         self._num_groups = 0

@@ -74,7 +74,7 @@ class SwapGroup:
             engine._require_open()
             if self._sealed:
                 raise MemoError(f"put into the sealed group {self.label!r}: the forward it belongs to is over")
-            if self.keep or not can_swap(tensor, engine.device):
+            if self.keep or not can_swap(tensor, engine.device, engine.tensor_types):
                 # An empty tensor may be the last view of a large storage, which it does not need.
                 return Handle(engine, self.label, kept=tensor.detach() if tensor.numel() else tensor.detach().clone())
             # A write between two puts makes two contents of one storage, so the version belongs to the key.

@@ -72,14 +72,14 @@ def storage_key(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def can_swap(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the bytes of `tensor` can leave `device` and come back: a plain strided tensor with elements there.
+def can_swap(tensor: Tensor, device: torch.device, types: tuple[type, ...]) -> bool:
+    """Whether the bytes of `tensor` can leave `device` and come back: a strided tensor of `types` with elements there.
 
-    Subclasses (DTensor, FakeTensor, quantized wrappers) carry state that bytes do not hold, and lazy conjugation is a
-    flag that a view on bytes loses. Inference tensors have no version to tell apart what was written between two puts.
+    Other types (DTensor, quantized wrappers) carry state that bytes do not hold, and lazy conjugation is a flag that a
+    view on bytes loses. Inference tensors have no version to tell apart what was written between two puts.
     """
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
+        type(tensor) in types
         and tensor.layout == torch.strided
         and tensor.device == device
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())

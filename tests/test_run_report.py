@@ -1,0 +1,201 @@
+"""What a run shows: its first line, the progress bar, the loggers, and the report as text, JSON and one HTML page."""
+
+import json
+import logging
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from exactness import enabled
+from tiny_models import random_ids, tiny
+from trainer_runs import LAYERS, MEMO, arguments, random_rows, tiny_llama
+from transformers import ProgressCallback
+
+import memo_hf
+from memo_hf import MemoConfig, MemoTrainer
+from memo_hf.errors import ConfigError, MemoError
+from memo_hf.report.run_plots import figures
+
+IDS = random_ids(2, 64)
+
+
+def step(model):
+    model(input_ids=IDS, labels=IDS).loss.backward()
+
+
+def test_the_first_line_says_all_that_is_known(caplog):
+    model = tiny("llama", num_hidden_layers=3)
+    with caplog.at_level(logging.INFO, "memo_hf"), enabled(model, swap_fraction=0.5, host_memory="64MiB") as session:
+        caplog.clear()
+        step(model)
+        step(model)
+        swapped = session.stats.swapped_bytes
+    (line,) = [record.message for record in caplog.records if "forecast for" in record.message]
+    assert line.startswith("memo_hf: 3 layers in token mode; swap fraction 0.5, q/k/v swap; limit: swap_fraction")
+    assert "host budget 64.00 MiB; forecast for 2 x 64 tokens" in line
+    assert f"{memo_hf.units.format_bytes(swapped)} swapped" in line  # the forecast of bytes is exact here
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the model may still move to the accelerator")
+def test_on_a_cpu_the_limit_is_known_from_the_start(caplog, capsys):
+    with caplog.at_level(logging.INFO, "memo_hf"):
+        session = memo_hf.enable(tiny("llama", num_hidden_layers=3))
+    assert "limit: CPU: fraction 0 takes the least memory" in caplog.text
+    assert "not known yet" not in caplog.text
+    assert session.stats.phase == "running"
+    session.close()
+    with enabled(tiny("llama"), device_memory="1GiB") as session:  # then it is solved for
+        assert session.stats.phase == "measuring"
+        assert "not known yet: the first training step is measured" in session.describe()
+    assert capsys.readouterr().out == ""  # plain `enable` prints nothing
+
+
+def test_json_has_every_figure():
+    model = tiny("llama", num_hidden_layers=3)
+    with enabled(model, swap_fraction=0.25, unswapped_layers=1) as session:
+        step(model)
+        report, stats, text = json.loads(session.report(format="json")), session.stats, session.report()
+        assert session.report(format="text") == text
+        with pytest.raises(ConfigError, match="format is 'xml'; it must be one of"):
+            session.report(format="xml")
+    assert report["swapped_bytes"] == stats.swapped_bytes == stats.planned_bytes
+    assert report["forecast"]["host_bytes"] == sum(report["forecast"]["host_parts"].values()) == stats.swapped_bytes
+    assert report["forecast"]["device_bytes"] == sum(report["forecast"]["device_parts"].values())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert report["forecast"]["device_parts"]["weights and states"] == weights
+    assert report["compared"] == [
+        {"what": "host bytes", "unit": "B", "forecast": stats.swapped_bytes, "measured": stats.swapped_bytes}
+    ]
+    assert report["total_tokens"] == IDS.numel()
+    shares = [(layer["swapped"], layer["kept"], layer["recomputed"], layer["whole"]) for layer in report["layers"]]
+    assert shares == [(0.25, 0, 0.75, 0), (0.25, 0, 0.75, 0), (0, 0.25, 0.75, 0)]
+
+
+def test_layers_in_layer_mode_are_recomputed_whole():
+    model = tiny("llama", num_hidden_layers=2)
+    with enabled(model, mode="layer") as session:
+        step(model)
+        layers = session.run_report().layers
+    assert [(layer.swapped, layer.kept, layer.recomputed, layer.whole) for layer in layers] == [(0, 0, 0, 1)] * 2
+
+
+class _Page(HTMLParser):
+    """Counts tags, keeps headings, and notes what the page would load from elsewhere."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.headings, self.loaded, self.ids = [], [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        attributes = dict(attributes)
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        links = [attributes.get(name) or "" for name in ("src", "href", "xlink:href")]
+        self.loaded += [link for link in links if link and not link.startswith(("#", "data:"))]
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1] in ("h1", "h2") and data.strip():
+            self.headings.append(data)
+
+
+def test_the_page_has_its_plots_inside():
+    pytest.importorskip("matplotlib")
+    model = tiny("llama", num_hidden_layers=3)
+    with enabled(model, swap_fraction=0.5) as session:
+        step(model)
+        page = session.report(device_peak_bytes=10**6, format="html")
+        drawn = figures(session.run_report(device_peak_bytes=10**6))
+    parsed = _Page(page)
+    assert parsed.headings[:4] == [
+        "A run under memo_hf", "Bytes by part", "What becomes of each layer's tokens", "Forecast beside measured"
+    ]  # fmt: skip
+    assert parsed.tags.count("svg") == 3
+    assert parsed.loaded == [] and len(parsed.ids) == len(set(parsed.ids))
+    referred = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', page))
+    assert referred <= set(parsed.ids)
+    bars = drawn["What becomes of each layer's tokens"].axes[0].patches
+    assert sorted(bar.get_height() for bar in bars) == [0, 0, 0] + [0.5] * 6
+    device, host = drawn["Bytes by part"].axes
+    assert sum(bar.get_height() for bar in host.patches) * 2**20 == pytest.approx(session.stats.planned_bytes)
+
+
+def test_the_address_map_is_drawn_where_addresses_are_planned(tmp_path):
+    model = tiny("llama", num_hidden_layers=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with enabled(model, swap_fraction=0.5, allocator="planned", plan_folder=str(tmp_path)) as session:
+        for number in range(4):
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                assert session.serving.address_map is None
+                assert session.serving.finish_planning(120)
+        placement = session.serving.address_map
+        assert placement.peak == session.stats.serving.arena_bytes
+        assert placement.peak >= placement.lower_bound > 0
+        assert "Planned addresses of a step" in figures(session.run_report())
+
+
+def test_the_bar_shows_phases_rate_and_peak(tmp_path, monkeypatch):
+    shown = []
+
+    class Bar(ProgressCallback):
+        def on_train_begin(self, *args, **kwargs):
+            super().on_train_begin(*args, **kwargs)
+            monkeypatch.setattr(self.training_bar, "set_postfix_str", shown.append)
+
+    settings = dict(chunk_size=8, device_memory="1GiB", min_tokens=0)  # the fraction is solved for
+    args = arguments(tmp_path, disable_tqdm=False)
+    trainer = MemoTrainer(model=tiny_llama(), args=args, train_dataset=random_rows(), memo=settings)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Bar)
+    trainer.train()
+    assert shown[0] == "memo_hf: measuring the first step"
+    assert re.fullmatch(r"memo_hf: measured, solving next, [\d,]+ tokens/s, process peak [\d.]+ [MG]iB", shown[1])
+    assert re.fullmatch(r"memo_hf: swap fraction [\d.]+, [\d,]+ tokens/s, process peak [\d.]+ [MG]iB", shown[-1])
+    assert not any(type(callback).__name__ == "RunFigures" for callback in trainer.callback_handler.callbacks)
+
+
+def test_tensorboard_gets_the_figures(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = arguments(tmp_path, report_to="tensorboard")
+    trainer = MemoTrainer(model=tiny_llama(), args=args, train_dataset=random_rows(), memo=MEMO)
+    trainer.train()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    values = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    swapped = values["train/memo/swapped_gib"]
+    assert len(swapped) == 3
+    assert swapped == pytest.approx([trainer.memo_stats.planned_bytes / 2**30] * 3)
+    assert values["train/memo/swap_fraction"] == [0.5] * 3
+    assert all(rate > 0 for rate in values["train/memo/tokens_per_second"])
+    assert all(peak > 0 for peak in values["train/memo/process_peak_gib"])
+
+
+def test_a_trainer_prints_the_line_once_and_saves_the_report(tmp_path, capsys):
+    trainer = MemoTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=random_rows(), memo=MEMO)
+    with pytest.raises(MemoError, match="call train\\(\\) first"):
+        trainer.save_memo_report(tmp_path / "report.json")
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert printed.count(f"memo_hf: {LAYERS} layers in token mode") == 1
+    swapped = memo_hf.units.format_bytes(trainer.memo_stats.swapped_bytes)
+    assert f"memo_hf: the first step swapped {swapped} of {swapped} planned" in printed  # case 121
+    for suffix in ("txt", "json", "html"):
+        trainer.save_memo_report(tmp_path / f"report.{suffix}")
+    assert (tmp_path / "report.txt").read_text() == trainer.memo_report
+    assert json.loads((tmp_path / "report.json").read_text())["forwards"] == 3
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(ConfigError, match="report.pdf ends in '.pdf'"):
+        trainer.save_memo_report(tmp_path / "report.pdf")
+
+
+@pytest.mark.parametrize("setting", [dict(plan_file="x"), dict(device_memory="1GiB")], ids=str)
+def test_a_setting_without_effect_is_an_error(setting):  # case 121
+    with pytest.raises(ConfigError, match="has no effect beside swap_fraction=0.5"):
+        MemoConfig(swap_fraction=0.5, **setting)
