@@ -112,6 +112,7 @@ def longest_table() -> str:
     return table(["model", "H100s", "ALST, published", "memo_hf, forecast"], rows)
 
 
+@cache
 def blocks() -> dict[str, str]:
     """The parts of the page that are made here, by name."""
     lengths = {model: length_table(model) for model in MODELS}

@@ -1,5 +1,8 @@
 """The accelerate configurations of the recipes: known to accelerate, and forecast as what they launch."""
 
+import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from datasets import disable_progress_bars
+from tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "recipes/configs").glob("*.yaml"))}
@@ -138,3 +143,43 @@ def test_a_launch_is_forecast_and_not_run(tmp_path):
     assert done.stdout.count("memo-hf plan --model llama-2-7b --seq-len 131072") == 1
     assert "LoRA of rank 16, 131,072 tokens x 1, 2 x h100 (sequence over 1, weights over 2)" in done.stdout
     assert not (tmp_path / "none").exists()
+
+
+OVER_GLOO = """
+import sys
+from accelerate.state import PartialState
+PartialState(backend="gloo")  # else accelerate takes two CPU processes under DeepSpeed for one
+import llama7b_1m
+llama7b_1m.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_zero3_and_ulysses_train_what_one_process_trains(tmp_path):
+    """The flagship under its own configuration, two ranks to a sequence, against one process and the same sequences."""
+    folder, script = write_checkpoint(tmp_path / "model"), tmp_path / "over_gloo.py"
+    script.write_text(OVER_GLOO)
+
+    def arguments(output, **state):
+        return [
+            "--model", str(folder), "--dataset", "manual", "--full", "--dtype", "float32", "--seq-len", "64",
+            "--documents", "keep", "--learning_rate", "0.01", "--max_steps", "4", "--save_steps", "4",
+            "--swap_fraction", "0.5", "--chunk_size", "16", "--disable_tqdm", "true", "--output_dir", str(output),
+            "--accelerator_config", json.dumps({"dispatch_batches": False, **state}),
+        ]  # fmt: skip
+
+    def losses(output):
+        history = json.loads((output / "checkpoint-4/trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history if "loss" in entry]
+
+    disable_progress_bars()
+    llama7b_1m.main([*arguments(tmp_path / "one"), "--use_cpu", "true"])
+    environment = {**os.environ, **environment_of("zero3_ulysses_2gpu"), "ACCELERATE_MIXED_PRECISION": "no"}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'recipes'}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script,
+         *arguments(tmp_path / "two", use_configured_state=True)],
+        env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
