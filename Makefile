@@ -10,7 +10,7 @@ BIN := .venv/bin
 .PHONY: test lint demo notebooks clean
 
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ process that has the whole sequence.
 import contextlib
 import copy
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -307,6 +308,7 @@ def sinks(rank):
 
 
 def forget_states():
+    gc.collect()  # or a trainer of before may still have models made in parts, as ZeRO-3 wants them
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 

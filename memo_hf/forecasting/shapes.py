@@ -94,6 +94,8 @@ class ModelShape:
         model_type = config.get("model_type", "")
         is_gpt2 = model_type in ("gpt2", "gpt_neo", "gpt_bigcode", "gpt_neox", "opt")
         intermediate = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+        if not isinstance(intermediate, int):
+            raise ConfigError(f"model {name!r} has MLPs of several widths ({intermediate}), {_UNKNOWN_BYTES}")
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         every, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
         moe = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
