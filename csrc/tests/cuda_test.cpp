@@ -179,6 +179,31 @@ void record_stream_is_honoured() {
   CHECK(read_on_the_side(true, true, true) == 1);
 }
 
+// A block is freed twice on one stream. When the first free has run and the second has not, the pool keeps it there.
+void another_stream_waits_for_the_last_free() {
+  const int device = fresh_device();
+  const long before = fake.corrupted();
+  void* const first = memo_cuda_malloc(K, device, kMain);
+  memo_cuda_free(first, K, device, kMain);
+  CHECK(memo_cuda_malloc(K, device, kMain) == first);
+  fake.fill(kMain, first, K, 1);
+  fake.order(kSide, kMain);
+  fake.expect(kMain, first, K, 1);
+  memo_cuda_free(first, K, device, kMain);
+  fake.run(kSide);  // and the main stream up to its fill
+  void* const other = memo_cuda_malloc(K, device, kSide);
+  CHECK(other != first);
+  fake.fill(kSide, other, K, 2);
+  fake.run(kSide);
+  memo_cuda_free(other, K, device, kSide);
+  fake.synchronize();
+  CHECK(fake.corrupted() == before);
+  void* const late = memo_cuda_malloc(K, device, stream(48));  // now both frees have run
+  CHECK(late == first || late == other);
+  memo_cuda_free(late, K, device, stream(48));
+  finish(device);
+}
+
 void without_events_the_device_is_waited_for() {
   for (bool planned : {false, true}) {
     fake.fail(0, 1);
@@ -348,6 +373,7 @@ int main(int, char** arguments) {
   RUN(addresses_are_aligned);
   RUN(the_arena_is_made_once_and_freed_once);
   RUN(record_stream_is_honoured);
+  RUN(another_stream_waits_for_the_last_free);
   RUN(without_events_the_device_is_waited_for);
   RUN(out_of_memory_frees_what_it_can);
   RUN(out_of_memory_says_so);

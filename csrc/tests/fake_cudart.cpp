@@ -32,7 +32,7 @@ struct Work {
 struct Segment {  // memory that a stream-ordered pool has from the device
   std::size_t bytes;
   void* freed_on;
-  bool free_has_run;
+  Event* freed;  // done when its last free has run, whatever earlier frees of the same address did
 };
 
 struct Runtime {
@@ -73,6 +73,13 @@ void run_next(void* stream) {
 
 void run_until(Event* event) {
   while (event->recorded && !event->done) run_next(event->stream);
+}
+
+// The event is done when the stream has run all that is queued on it now.
+Event* record(Event* event, void* stream) {
+  *event = {stream, true, false};
+  rt().streams[stream].push_back({[event] { event->done = true; }});
+  return event;
 }
 
 void run_stream(void* stream) {
@@ -142,7 +149,7 @@ int cudaMallocAsync(void** out, std::size_t bytes, void* stream) {
   if (r.fail_mallocs > 0 && r.fail_mallocs--) return fail(kMemoryAllocation);
   for (auto it = r.cached.begin(); it != r.cached.end(); ++it) {
     const Segment& segment = it->second;
-    if (segment.bytes != bytes || !(segment.freed_on == stream || segment.free_has_run)) continue;
+    if (segment.bytes != bytes || !(segment.freed_on == stream || segment.freed->done)) continue;
     *out = it->first;
     r.cached.erase(it);
     r.blocks[*out] = bytes;
@@ -160,14 +167,8 @@ int cudaFreeAsync(void* data, void* stream) {
   r.counts[kFreeAsync]++;
   const auto found = r.blocks.find(data);
   if (found == r.blocks.end()) return r.misuse++, fail(kInvalidValue);
-  r.cached.emplace(data, Segment{found->second, stream, false});
+  r.cached.emplace(data, Segment{found->second, stream, record(new Event, stream)});
   r.blocks.erase(found);
-  r.streams[stream].push_back({[data, stream] {
-    const auto range = rt().cached.equal_range(data);
-    for (auto it = range.first; it != range.second; ++it) {
-      if (it->second.freed_on == stream) it->second.free_has_run = true;
-    }
-  }});
   return kSuccess;
 }
 
@@ -180,7 +181,7 @@ int cudaMemPoolTrimTo(void*, std::size_t) {
   auto& r = rt();
   r.counts[kTrim]++;
   for (auto it = r.cached.begin(); it != r.cached.end();) {
-    if (!it->second.free_has_run) {
+    if (!it->second.freed->done) {
       ++it;
       continue;
     }
@@ -209,10 +210,8 @@ int cudaEventCreateWithFlags(void** event, unsigned int flags) {
 
 int cudaEventRecord(void* event, void* stream) {
   LOCK;
-  auto* const e = static_cast<Event*>(event);
   rt().counts[kRecord]++;
-  *e = {stream, true, false};
-  rt().streams[stream].push_back({[e] { e->done = true; }});
+  record(static_cast<Event*>(event), stream);
   return kSuccess;
 }
 
@@ -279,9 +278,7 @@ void fake_expect(void* stream, const void* data, std::size_t bytes, int value) {
 // The stream's later work runs behind what is queued on the other one now.
 void fake_order(void* stream, void* behind) {
   LOCK;
-  auto* const e = new Event{behind, true, false};
-  rt().streams[behind].push_back({[e] { e->done = true; }});
-  rt().streams[stream].push_back({[] {}, e});
+  rt().streams[stream].push_back({[] {}, record(new Event, behind)});
 }
 
 void fake_run(void* stream) {
