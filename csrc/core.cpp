@@ -36,11 +36,12 @@ void* Core::allocate(std::uint64_t bytes, Stream stream) {
 }
 
 void* Core::planned_address(std::uint64_t bytes, Stream stream) {
+  const std::uint32_t number = stream_number(stream);  // first of all: numbers are the same with a plan and without
   if (plan_ == nullptr || phase_ == MEMO_NO_PHASE || !this_thread_is_planned) {
     counts_.num_outside += 1;
     return nullptr;
   }
-  const auto found = plan_->lanes.find(lane_key(phase_, stream_number(stream)));
+  const auto found = plan_->lanes.find(lane_key(phase_, number));
   if (found != plan_->lanes.end()) {
     Lane& lane = found->second;
     const std::size_t end = std::min(lane.requests.size(), lane.next + 1 + kLookAhead);

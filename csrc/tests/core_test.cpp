@@ -219,6 +219,18 @@ void other_streams_are_waited_for_when_the_address_is_used_again() {
   CHECK(device.waits == expected && device.fences == 0);
 }
 
+void streams_are_numbered_when_they_are_first_seen() {
+  TestDevice device;
+  Core core(device);
+  const auto plan = add(core, {{0, 0, 100, 0}, {0, 1, 100, 512}}, K);
+  CHECK(core.allocate(1, stream(7)) == nullptr);  // before any step
+  core.begin_step(plan);
+  core.mark(0);
+  auto* const second = static_cast<char*>(core.allocate(100, stream(0)));
+  auto* const first = static_cast<char*>(core.allocate(100, stream(7)));
+  CHECK(first != nullptr && second == first + 512);
+}
+
 void a_change_of_plan_synchronizes_many_streams() {
   TestDevice device;
   Core core(device);
@@ -460,6 +472,7 @@ int main() {
   RUN(a_retired_arena_is_out_of_the_way);
   RUN(no_memory_for_the_arena_means_dynamic);
   RUN(other_streams_are_waited_for_when_the_address_is_used_again);
+  RUN(streams_are_numbered_when_they_are_first_seen);
   RUN(a_change_of_plan_synchronizes_many_streams);
   RUN(wrong_plans_are_refused);
   RUN(only_threads_that_mark_are_planned);
