@@ -41,6 +41,7 @@ std::uint64_t Arena::give_back(const void* data) {
   const std::uint64_t bytes = block.bytes;
   block.live = false;
   --num_live_;
+  if (block.outlived_change) device_.synchronize();  // hazard: no order between its stream and the next block's
   for (Stream other : block.other_streams) block.fences.push_back(device_.record(other));
   if (block.fences.empty()) blocks_.erase(found);
   return bytes;
@@ -51,6 +52,10 @@ void Arena::use(const void* data, Stream stream) {
   auto& others = block.other_streams;
   if (stream == block.stream || std::find(others.begin(), others.end(), stream) != others.end()) return;
   others.push_back(stream);
+}
+
+void Arena::change_streams() {
+  for (auto& [offset, block] : blocks_) block.outlived_change = true;
 }
 
 Arena::Blocks::iterator Arena::find(const void* data) {

@@ -39,16 +39,21 @@ class Arena {
   void* take(std::uint64_t offset, std::uint64_t bytes, Stream stream);
 
   // Ends a block and returns its bytes. Where other streams used it, its range is fenced: the next block there waits.
+  // Where the streams have changed since it began, its end waits for the device.
   std::uint64_t give_back(const void* data);
 
   // The block is used on this stream too.
   void use(const void* data, Stream stream);
+
+  // From now on a range may go to another stream than it was on. The work that is queued until now is done.
+  void change_streams();
 
  private:
   struct Block {
     std::uint64_t bytes;
     Stream stream;
     bool live = true;
+    bool outlived_change = false;  // of streams
     std::vector<Stream> other_streams = {};
     std::vector<Fence> fences = {};
   };

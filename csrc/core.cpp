@@ -111,7 +111,7 @@ bool Core::use_on_stream(const void* data, Stream stream) {
 }
 
 std::uint32_t Core::add_plan(const memo_planned_request* requests, std::size_t count, std::uint64_t arena_bytes) {
-  auto plan = std::make_unique<Plan>(Plan{arena_bytes, false, {}});
+  auto plan = std::make_unique<Plan>(Plan{arena_bytes, {}, {}});
   std::map<std::uint32_t, std::pair<std::uint64_t, std::uint64_t>> ranges;  // of each stream: first and last address
   for (std::size_t i = 0; i < count; ++i) {
     const memo_planned_request& request = requests[i];
@@ -129,12 +129,14 @@ std::uint32_t Core::add_plan(const memo_planned_request* requests, std::size_t c
   }
   // Work on two streams is not ordered, so that a range freed on one is not safe to give to the other.
   std::vector<std::pair<std::uint64_t, std::uint64_t>> sorted;
-  for (const auto& [stream, range] : ranges) sorted.push_back(range);
+  for (const auto& [stream, range] : ranges) {
+    plan->streams.push_back(stream);
+    sorted.push_back(range);
+  }
   std::sort(sorted.begin(), sorted.end());
   for (std::size_t i = 1; i < sorted.size(); ++i) {
     if (sorted[i].first < sorted[i - 1].second) throw std::invalid_argument("two streams share a range of the arena");
   }
-  plan->many_streams = sorted.size() > 1;
 
   std::lock_guard<std::mutex> lock(mutex_);
   plans_.push_back(std::move(plan));
@@ -143,7 +145,7 @@ std::uint32_t Core::add_plan(const memo_planned_request* requests, std::size_t c
 
 void Core::clear_plans() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (last_plan_ != nullptr && last_plan_->many_streams) device_.synchronize();
+  if (last_plan_ != nullptr && last_plan_->streams.size() > 1) device_.synchronize();
   plan_ = nullptr;
   last_plan_ = nullptr;
   arena_ = nullptr;
@@ -168,8 +170,10 @@ bool Core::begin_step(std::uint32_t number) {
   Plan* const plan = plans_[number].get();
   if (!make_arena(plan->arena_bytes)) return false;
   // Hazard: ranges belong to other streams than in the last plan, whose work there may still be running.
-  if (last_plan_ != nullptr && last_plan_ != plan && (plan->many_streams || last_plan_->many_streams)) {
+  const bool one_stream = last_plan_ == nullptr || (plan->streams.size() == 1 && plan->streams == last_plan_->streams);
+  if (last_plan_ != plan && !one_stream) {
     device_.synchronize();
+    arena_->change_streams();
   }
   for (auto& [key, lane] : plan->lanes) lane.next = 0;
   plan_ = plan;

@@ -67,7 +67,7 @@ class Core {
   };
   struct Plan {
     std::uint64_t arena_bytes;
-    bool many_streams;
+    std::vector<std::uint32_t> streams;  // ascending
     std::unordered_map<std::uint64_t, Lane> lanes;
   };
 

@@ -241,6 +241,13 @@ void a_change_of_plan_synchronizes_many_streams() {
   CHECK(device.synchronized == 0);
   for (const auto plan : {two, two, one}) core.begin_step(plan);
   CHECK(device.synchronized == 2);
+  const auto side = add(core, {{0, 1, 100, 0}}, K);  // one stream, and another than before
+  for (const auto plan : {side, side, one}) core.begin_step(plan);
+  CHECK(device.synchronized == 4);
+  core.mark(0);
+  void* const data = core.allocate(100, stream(0));
+  core.begin_step(side);
+  CHECK(core.free_planned(data) && device.synchronized == 6);  // one at the change, one for what outlived it
 }
 
 void wrong_plans_are_refused() {

@@ -204,6 +204,32 @@ void another_stream_waits_for_the_last_free() {
   finish(device);
 }
 
+// One plan gives a range to the main stream, the next gives it to the side stream. The main stream still reads a block
+// there, which is freed before the plans change or after.
+void a_change_of_plan_moves_no_range_too_early() {
+  for (bool outlives : {false, true}) {
+    const int device = fresh_device();
+    const long before = fake.corrupted();
+    for (void* each : {kMain, kSide}) memo_cuda_free(memo_cuda_malloc(1, device, each), 1, device, each);  // 0 and 1
+    const auto one = add_plan(device, {{0, 0, K, 0}}, K), other = add_plan(device, {{0, 1, K, 0}}, K);
+    begin(device, one);
+    void* const first = memo_cuda_malloc(K, device, kMain);
+    fake.fill(kMain, first, K, 1);
+    fake.run(kMain);
+    if (outlives) begin(device, other);
+    fake.expect(kMain, first, K, 1);
+    memo_cuda_free(first, K, device, kMain);
+    if (!outlives) begin(device, other);
+    void* const second = memo_cuda_malloc(K, device, kSide);
+    CHECK(second == first && statistics(device).num_planned == 2);
+    fake.fill(kSide, second, K, 2);
+    fake.run(kSide);
+    memo_cuda_free(second, K, device, kSide);
+    finish(device);
+    CHECK(fake.corrupted() == before);
+  }
+}
+
 void without_events_the_device_is_waited_for() {
   for (bool planned : {false, true}) {
     fake.fail(0, 1);
@@ -374,6 +400,7 @@ int main(int, char** arguments) {
   RUN(the_arena_is_made_once_and_freed_once);
   RUN(record_stream_is_honoured);
   RUN(another_stream_waits_for_the_last_free);
+  RUN(a_change_of_plan_moves_no_range_too_early);
   RUN(without_events_the_device_is_waited_for);
   RUN(out_of_memory_frees_what_it_can);
   RUN(out_of_memory_says_so);
