@@ -52,7 +52,7 @@ class PatchedStack:
         self._configs = attention_configs(stack.module)
         self._takes_use_cache = "use_cache" in inspect.signature(stack.module.forward).parameters
         self._running = threading.local()
-        self._has_warned_of_hooks = False
+        self._has_warned_of_hooks = self._has_warned_of_cache = False
         self._given_up: set[int] = set()  # layers that pass the check here, and run whole as on another rank
         self._sequence: SequenceGroup | None = None
         self.kinds = verdicts  # Layers built alike share theirs.
@@ -74,6 +74,8 @@ class PatchedStack:
         module = self._stack.module
         if not (module.training and torch.is_grad_enabled()):
             self._session.serving.end_step()
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+                self._session.note_evaluation()
             return self._own_forward(*args, **kwargs)
         given = kwargs.get("inputs_embeds")
         if given is None:
@@ -125,6 +127,12 @@ class PatchedStack:
                     "(prefix tuning?); under memo_hf a token attends to tokens of its own batch only. Train this "
                     "model without memo_hf"
                 )
+        if kwargs.get("use_cache") and not self._has_warned_of_cache:
+            self._has_warned_of_cache = True
+            logger.warning(
+                "memo_hf: use_cache=True is ignored in a training forward pass, which returns no cache; a token "
+                "attends to tokens of its own batch only"
+            )
         return {**kwargs, "use_cache": False} if self._takes_use_cache else kwargs
 
     def _fall_back(self, reason: str) -> None:

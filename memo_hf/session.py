@@ -77,7 +77,7 @@ class Session:
         self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
         self._forwards = self._stock_forwards = self._total_tokens = 0
         self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
-        self._has_warned_of_nothing = False
+        self._has_warned_of_nothing = self._has_warned_of_evaluation = False
         register()
         refuse_what_cannot_be(model)
         refuse_tensor_parallelism(model)
@@ -281,6 +281,15 @@ class Session:
         if not self._has_begun:
             self._has_begun = True
             self.say(start_line(self.stats, *shape, planner.forecast()))
+
+    def note_evaluation(self) -> None:
+        """A forward pass with gradients ran untouched, in eval mode. Says so, once, before anything has run."""
+        if not self._forwards and not self._stock_forwards and not self._has_warned_of_evaluation:
+            self._has_warned_of_evaluation = True
+            logger.warning(
+                "memo_hf: a forward pass with gradients ran untouched, since the model is in eval mode, as "
+                "from_pretrained leaves it; call model.train() to train it"
+            )
 
     def skip_forward(self, num_tokens: int) -> None:
         """A training forward pass is too short to gain and runs untouched."""

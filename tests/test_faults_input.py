@@ -1,15 +1,17 @@
 """Kind J of the cases, and input that cannot be: messages say what happened, the value, the limit and what to do."""
 
 import logging
+import os
 import re
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import memo_hf
 from memo_hf import MemoConfig
-from memo_hf.errors import ConfigError, HostMemoryError, UnsupportedModelError
+from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedModelError
 from tests.harness.sessions import IDS, TOKEN, assert_nothing_left, enabled, small
 from tests.tiny_models import gradients, worst_relative_error
 
@@ -148,3 +150,95 @@ def test_a_hook_inside_of_a_layer_is_warned_of_once(caplog):
     enabled(model, **TOKEN)
     gradients(model, IDS)
     assert not [record for record in caplog.records if "forward hook" in record.message]
+
+
+def test_eval_mode_with_gradients_is_warned_of_once(caplog):
+    model = small().eval()  # as from_pretrained leaves it
+    session = enabled(model, **TOKEN)
+    for _ in range(2):
+        gradients(model, IDS)
+    messages = [record.message for record in caplog.records if "eval mode" in record.message]
+    assert len(messages) == 1 and "call model.train()" in messages[0]
+    assert session.stats.forwards == session.stats.swapped_bytes == 0
+    caplog.clear()
+    memo_hf.disable(model)
+    enabled(model.train(), **TOKEN)
+    gradients(model, IDS)
+    gradients(model.eval(), IDS)
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert not [record for record in caplog.records if "eval mode" in record.message]
+
+
+def test_a_layer_that_keeps_a_tensor_of_its_forward_runs_whole():
+    """An auxiliary loss made from an attribute of a module has its gradient."""
+
+    class KeepsLoss(nn.Linear):
+        def forward(self, hidden):
+            output = super().forward(hidden)
+            self.loss = (output**2).mean()
+            return output
+
+    def step(model):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        (loss + sum(layer.mlp.up_proj.loss for layer in model.model.layers)).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain, model = small(), small()
+    for each in (plain, model):
+        for layer in each.model.layers:
+            layer.mlp.up_proj.__class__ = KeepsLoss
+    session = enabled(model, **TOKEN)
+    assert worst_relative_error(step(model), step(plain)) < 1e-5
+    assert {layer.mode for layer in session.stats.layers} == {"layer"}
+    assert "up_proj.loss keeps a tensor of its forward" in session.stats.layers[0].reason
+
+
+@pytest.mark.parametrize("swap_fraction", [0.0, 0.5, 1.0])
+def test_parameters_that_changed_since_forward_are_refused(swap_fraction):
+    model = small()
+    enabled(model, **{**TOKEN, "swap_fraction": swap_fraction})
+    loss = model(input_ids=IDS, labels=IDS).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        loss.backward()
+    others = {name: (p.detach() * 1.3).requires_grad_() for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, others, kwargs=dict(input_ids=IDS, labels=IDS), tie_weights=False).loss
+    with pytest.raises(RuntimeError, match="other parameters in backward|changed in place"):
+        torch.autograd.grad(loss, list(others.values()), allow_unused=True)
+
+
+def test_enabled_under_autocast_and_trained_without():
+    plain, model = small(), small()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        enabled(model, **TOKEN)
+    assert worst_relative_error(gradients(model, IDS), gradients(plain, IDS)) < 1e-5
+
+
+def test_a_forked_child_is_told():
+    model = small()
+    enabled(model, **TOKEN)
+    gradients(model, IDS)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            gradients(model, IDS)
+            os.write(write, b"trained")
+        except MemoError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"the process was forked while memo_hf was enabled" in os.read(read, 1000)
+    gradients(model, IDS)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_activated_lora_is_refused():
+    peft = get_peft_model(
+        small(), LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
+    )
+    with pytest.raises(UnsupportedModelError, match="activated LoRA"):
+        memo_hf.enable(peft)

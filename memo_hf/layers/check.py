@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from memo_hf.errors import MemoError
+from memo_hf.errors import MemoError, UnsupportedModelError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.call import LayerCall, map_tensors, tensors_in
 from memo_hf.layers.locate import Stack
@@ -72,6 +72,11 @@ def check_stack(stack: Stack) -> StackVerdict:
     Leaves the random state, training modes and settings as they were.
     """
     device = next(stack.module.parameters()).device
+    if getattr(stack.module, "config", None) is None:
+        raise UnsupportedModelError(
+            f"{type(stack.module).__name__} holds decoder layers and has no config, from which memo_hf reads its "
+            "attention. Train this model without memo_hf"
+        )
     name = stack.module.config._attn_implementation
     if device.type == "cpu" and name not in ("sdpa", "eager"):
         name = "eager"  # The model will move; its own kernel does not run here.
@@ -84,7 +89,9 @@ def check_stack(stack: Stack) -> StackVerdict:
         _evaluating(stack.module),
         without_all_to_alls(name),
         gathered(needed),
+        torch.autocast(device.type, enabled=False),  # what is found must hold with it and without
     ):
+        kept = [_tensor_attributes(layer) for layer in layers]
         try:
             own = _calls(stack, layers, kinds, name, {})
             after = _after_layers(stack, layers, own, name)
@@ -97,7 +104,30 @@ def check_stack(stack: Stack) -> StackVerdict:
         for layer, kind, own_call, our_call in zip(layers, kinds, own, ours, strict=True):
             if kind not in verdicts:
                 verdicts[kind] = _check_layer(layer, own_call, our_call, name)
+        for layer, kind, before in zip(layers, kinds, kept, strict=True):
+            try:
+                _require_nothing_kept(layer, before)
+            except _NotTokenwise as error:
+                verdicts[kind] = Verdict(None, str(error))
     return StackVerdict([verdicts[kind] for kind in kinds], after)
+
+
+def _tensor_attributes(layer: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Tensors that modules hold beside parameters and buffers, by module and attribute."""
+    return {
+        (name, key): value
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _require_nothing_kept(layer: nn.Module, before: dict[tuple[str, str], Tensor]) -> None:
+    """Raise `_NotTokenwise` where a forward of `layer` has left a tensor in a module."""
+    for (name, key), tensor in _tensor_attributes(layer).items():
+        if before.get((name, key)) is not tensor:
+            where = f"{name}.{key}"
+            raise _NotTokenwise(f"{where} keeps a tensor of its forward, which may be made a loss of")
 
 
 @dataclass

@@ -50,6 +50,12 @@ def refuse_what_cannot_be(model: nn.Module) -> None:
         raise ConfigError(
             f"the model runs within torch's context_parallel, whose ring attention cannot run: {CONTEXT_PARALLEL}."
         )
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                "activated LoRA (alora_invocation_tokens) counts positions from the end of the sequence, and layers "
+                "see chunks of it under memo_hf. Train this adapter without memo_hf"
+            )
     for name, module in model.named_modules():
         where = name or f"the {type(module).__name__}"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:

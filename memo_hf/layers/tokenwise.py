@@ -152,6 +152,7 @@ class Node:
     random_states: list[RandomState] = field(default_factory=list)
     graphs: list[_SwappedGraph | None] = field(default_factory=list)
     autocast: AutocastState | None = None
+    parameters_seen: list[tuple[Tensor, int | None]] = field(default_factory=list)
 
     def apply(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs for all tokens; with `passes_input` the first input follows them, and its gradient is added to."""
@@ -168,6 +169,7 @@ class Node:
 
         They come in tensors of all tokens, in which the swapped ones are left to the caller to fill in.
         """
+        self.require_same_parameters()
         inputs = [handle.get() for handle in self.handles]
         whole = None
         for chunk, random_state in zip(self.chunks, self.random_states, strict=True):
@@ -188,9 +190,31 @@ class Node:
             target[:, chunk.start : chunk.stop] = part
         return whole
 
+    def note_parameters(self) -> None:
+        """Remember with which parameters, at which version, forward has computed."""
+        self.parameters_seen = [(parameter, _version(parameter)) for parameter in self._all_parameters()]
+
+    def require_same_parameters(self) -> None:
+        """Raise `RuntimeError` where a recompute would not find the parameters as forward had them."""
+        for now, (then, version) in zip(self._all_parameters(), self.parameters_seen, strict=True):
+            if now is not then:
+                raise RuntimeError(
+                    "a layer has other parameters in backward than it had in forward (torch.func.functional_call?), "
+                    "and memo_hf would recompute with the wrong ones. Train this without memo_hf"
+                )
+            if _version(now) != version:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(now.shape)} was changed in place between forward and backward, which "
+                    "recomputes with it; step the optimizer after backward"
+                )
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [module._parameters[name] for module, name in (*self.parameters, *self.frozen)]
+
     def free(self) -> None:
         """Forget what forward left: backward has used it."""
         self.handles, self.random_states, self.graphs, self.autocast = [], [], [], None
+        self.parameters_seen = []
 
     def build(self, run, inputs: list[Tensor], chunk: Chunk, needs_grad: list[bool]):
         """Run one chunk with a graph. Returns its outputs and the gradient edges of inputs and parameters (or None)."""
@@ -215,6 +239,7 @@ class _Tokenwise(torch.autograd.Function):
         device, num_tokens = inputs[0].device, inputs[0].shape[1]
         ctx.node, ctx.needs_grad = node, [tensor.requires_grad for tensor in inputs]
         node.autocast = AutocastState(device.type)
+        node.note_parameters()
         node.handles = [node.group.put(tensor, turn=node.turn) for tensor in inputs]
         saved_tensors = _SavedTensors(node)
         whole, random_state = None, None
@@ -271,10 +296,15 @@ class _Tokenwise(torch.autograd.Function):
         return (None, None, *targets, *sums.result())
 
 
+def _version(parameter: Tensor) -> int | None:
+    return None if parameter.is_inference() else parameter._version
+
+
 def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep_graph: bool) -> list[Tensor | None]:
     """Gradients of one chunk: of the inputs' tokens, then of the parameters; None where there is none."""
     chunk, graph = node.chunks[index], node.graphs[index]
     if graph is None:
+        node.require_same_parameters()
         cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
         counted = _SavedBytes(inputs) if node.count_saved is not None and index == 0 else None
         hooks = contextlib.nullcontext() if counted is None else _SavedTensors(node, counted).hooks()

@@ -8,6 +8,7 @@ computing one for cores.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from queue import SimpleQueue
@@ -67,7 +68,7 @@ class CpuThreads:
 
     def __init__(self):
         self.timings: list[tuple] | None = None
-        self._worker = _Worker()
+        self._worker, self._process = _Worker(), os.getpid()
         self._worker.start()
 
     def offload(self, source: Tensor, target: Tensor) -> Copy:
@@ -104,6 +105,11 @@ class CpuThreads:
 
     def _submit(self, source: Tensor, target: Tensor, device_side: Tensor) -> Copy:
         self._raise_failure()
+        if os.getpid() != self._process:
+            raise MemoError(
+                "the process was forked while memo_hf was enabled, and its copy thread stayed in the parent. Call "
+                "memo_hf.disable(model) and enable it in the child, or start the child with 'spawn'"
+            )
         copy = _ThreadCopy(device_side)
         self._worker.jobs.put((copy, source, target, self.timings))
         return copy
