@@ -297,7 +297,8 @@ class _Tokenwise(torch.autograd.Function):
 
 
 def _version(parameter: Tensor) -> int | None:
-    return None if parameter.is_inference() else parameter._version
+    """Of a trainable parameter. Frozen ones get a new one without a change where peft parametrizes them in forward."""
+    return parameter._version if parameter.requires_grad and not parameter.is_inference() else None
 
 
 def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep_graph: bool) -> list[Tensor | None]:
