@@ -80,6 +80,18 @@ def test_fewest_gpus(capsys):
     assert min_gpus(setup).gpus == found["min_gpus"]
 
 
+def test_fewest_gpus_have_the_host_memory_of_their_number(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "h100"]
+    found = answer(capsys, *arguments, "--find", "min-gpus")
+    same = answer(capsys, *arguments, "--gpus", "4", "--sequence-parallel", "4")
+    assert found["gpus"] == 4 and same["fits"]
+    assert found["host_budget_bytes_per_node"] == same["host_budget_bytes_per_node"] == 4 * 240 * 2**30
+    advice = answer(capsys, *arguments)["advice"]
+    assert "it fits on 4 GPUs with sequence parallelism over 4 of them" in advice
+    given = answer(capsys, *arguments, "--find", "min-gpus", "--host-memory", "300GiB")
+    assert given["host_budget_bytes_per_node"] == 300 * 2**30
+
+
 def test_no_number_of_gpus_helps_a_model_of_few_heads():
     setup = make_setup("smollm2-135m", 2**28, host_memory="1GiB")
     with pytest.raises(ConfigError, match="its 9 attention heads bound how many ranks"):

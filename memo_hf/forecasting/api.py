@@ -94,13 +94,11 @@ def make_setup(
         raise ConfigError(f"swap_fraction is {swap_fraction!r}; it must be a number from 0 to 1, or None")
     if qkv not in (None, "swap", "rebuild"):
         raise ConfigError(f"qkv is {qkv!r}; it must be 'swap', 'rebuild' or None")
-    local_ranks = min(gpus, gpus_per_node)
+    host_bytes = None
     if host_memory is not None:
         host_bytes = parse_bytes(host_memory, "host_memory")
     elif on_cpu:
         host_bytes = host_budget_bytes()
-    else:
-        host_bytes = chosen.host_bytes_per_device * local_ranks
     return Setup(
         model=_shape(model),
         device=chosen,

@@ -31,7 +31,8 @@ class Setup:
         num_kept: the last layers, whose activations stay on the device; none where that is what it takes to fit.
         chunked_loss: the logits never exist in full.
         accumulates: gradients of earlier passes are there during forward (gradient accumulation).
-        host_bytes: host memory of one node for activations, and for optimizer and weights where they are kept there.
+        host_bytes: host memory of one node for activations, and for optimizer and weights where they are kept there;
+            None: what a node of such devices usually has (`node_host_bytes`).
         swap_fraction, qkv: by hand, or None.
         device: the device.
     """
@@ -53,7 +54,7 @@ class Setup:
     num_kept: int = 2
     chunked_loss: bool = True
     accumulates: bool = False
-    host_bytes: float = 0.0
+    host_bytes: float | None = None
     swap_fraction: float | None = None
     qkv: str | None = None
 
@@ -106,6 +107,13 @@ class Setup:
     @property
     def local_ranks(self) -> int:
         return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def node_host_bytes(self) -> float:
+        """Host memory of one node: as given, or what it usually has for those of its devices that are used."""
+        if self.host_bytes is None:
+            return self.device.host_bytes_per_device * self.local_ranks
+        return self.host_bytes
 
     @property
     def chunk(self) -> int:
