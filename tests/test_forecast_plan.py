@@ -173,6 +173,9 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
             ["--model", "smollm2-135m", "--seq-len", "1K", "--gpus", "8", "--sequence-parallel", "8"],
             "9 attention heads",
         ),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--host-memory", "64"], "write the unit, for example 64GiB"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--device-memory", "24"], "device_memory: 24 without a unit"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--link-bandwidth", "25"], "means 25 bytes"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--swap-fraction", "2"], "a number from 0 to 1"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--train", "lora", "--lora-targets", "dense"], "are unknown"),
         (
