@@ -162,6 +162,9 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--model", "nowhere", "--seq-len", "1K"], "is neither a config.json"),
+        (["--model", "./nope/llama-3.1-8b", "--seq-len", "1K"], "'./nope/llama-3.1-8b' is neither a config.json"),
+        (["--model", "/a/gpt-7b", "--seq-len", "1K"], "is neither a config.json"),
+        (["--model", "a/b/gpt-7b", "--seq-len", "1K"], "is neither a config.json"),
         (["--model", "gpt-7b"], "--seq-len is missing"),
         (["--model", "gpt-7b", "--seq-len", "1Q"], "cannot read '1Q'"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--device", "abacus"], "choose from"),
@@ -203,6 +206,15 @@ def test_a_folder_with_a_config(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{")
     assert main(["plan", "--model", str(tmp_path), "--seq-len", "1K"]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_shipped_and_a_folder_without_a_config_is_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", "meta-llama/Llama-3.1-8B", "--seq-len", "1K"]
+    assert answer(capsys, *arguments)["model"] == "llama-3.1-8b"
+    (tmp_path / "meta-llama" / "Llama-3.1-8B").mkdir(parents=True)
+    assert main(["plan", *arguments]) == 2
+    assert "is neither a config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
