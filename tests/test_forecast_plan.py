@@ -234,8 +234,12 @@ def test_models_that_are_not_described_are_refused(more, words):
 def test_the_public_function():
     found = memo_hf.forecast("llama-3.1-8b", "128K", device="h200", optimizer_device="host", train="lora")
     assert found.fits and found.swap_fraction > 0
-    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
-        memo_hf.forecast("llama-3.1-8b", "128K", chunk=3)
+    with pytest.raises(
+        ConfigError, match=r"no option 'chunksize' \(did you mean 'chunk_size'\?\); its options are \['batch'"
+    ):
+        memo_hf.forecast("llama-3.1-8b", "128K", chunksize=3)
+    with pytest.raises(ConfigError, match=r"no option 'nonsense'; its options are"):
+        memo_hf.forecast("llama-3.1-8b", "128K", nonsense=3)
 
 
 def test_sequence_parallelism_splits_bytes_and_time():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memo_hf.errors import ConfigError
+import inspect
+
+from memo_hf.errors import ConfigError, did_you_mean
 from memo_hf.forecasting.activations import Training
 from memo_hf.forecasting.find import advise
 from memo_hf.forecasting.forecast import Forecast, forecast_setup
@@ -26,6 +28,10 @@ def forecast(model, seq_len: int | str, **options) -> Forecast:
     Raises:
         ConfigError: an option is unknown or wrong. A run that does not fit raises nothing: read `fits` and `advice`.
     """
+    known = list(inspect.signature(make_setup).parameters)[2:]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"forecast has no option {name!r}{did_you_mean(name, known)}; its options are {known}")
     return forecast_setup(make_setup(model, seq_len, **options), advise)
 
 
