@@ -263,6 +263,14 @@ def test_optimizer_and_weights_move_to_the_host():
     assert there.step_seconds > here.step_seconds
 
 
+def test_on_a_cpu_nothing_is_swapped_unless_its_memory_is_limited():
+    options = {"device": "cpu", "host_memory": "64GiB"}
+    found = memo_hf.forecast("smollm2-135m", "4K", **options)
+    assert found.swap_fraction == 0 and found.binding_limit.startswith("memory: the CPU's is the host's")
+    assert memo_hf.forecast("smollm2-135m", "4K", **options, swap_fraction=0.5).swap_fraction == 0.5
+    assert make_setup("smollm2-135m", "4K", **options, device_memory="3GiB").set_fraction is None
+
+
 def test_lora_trains_little():
     full, lora = (memo_hf.forecast("llama-3.1-8b", "16K", device="h200", train=train) for train in ("full", "lora"))
     assert lora.device_peak_by_part["optimizer"] < 0.01 * full.device_peak_by_part["optimizer"]

@@ -74,8 +74,8 @@ def make_setup(
         optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd"; it and the weights live on "device" or "host".
         gpus, sequence_parallel, shards: all GPUs, how many share a sequence, how many share the weights (default: all).
         device: a name of the table, "cpu" for this machine's, or a `Device`; the next three replace its numbers.
-        device_memory: bytes, as "48GiB". flops: dense peak per second. link_bandwidth: bytes per second and device,
-            each way, as "25GB".
+        device_memory: bytes, as "48GiB"; without it the swap fraction on "cpu" stays 0, as in a run.
+        flops: dense peak per second. link_bandwidth: bytes per second and device, each way, as "25GB".
         host_memory: of one node. Default: the device's usual host, or what this machine has free for "cpu".
         chunk_size, unswapped_layers, swap_fraction, qkv, chunked_loss: as in `MemoConfig`.
         gradient_accumulation: whether gradients of earlier passes are held during forward.
@@ -127,6 +127,7 @@ def make_setup(
         host_bytes=host_bytes,
         swap_fraction=swap_fraction,
         qkv=qkv,
+        is_one_memory=device_memory is None and isinstance(device, str) and on_cpu,
     )
 
 

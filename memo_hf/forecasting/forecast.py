@@ -101,7 +101,7 @@ def budgets(setup: Setup) -> Budgets:
 
 def fits(setup: Setup) -> bool:
     """Whether any plan fits both memories, activation checkpointing included."""
-    return _fitting(setup) is not None or (setup.swap_fraction is None and baseline(setup, CHECKPOINTING).fits)
+    return _fitting(setup) is not None or (setup.set_fraction is None and baseline(setup, CHECKPOINTING).fits)
 
 
 def _fitting(setup: Setup) -> Setup | None:
@@ -176,6 +176,9 @@ def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fit
         moment, parts = _peak_parts(setup, plan)
     parts = {name: round(value) for name, value in parts.items() if round(value)}
     host = plan.host_bytes + host_state_bytes(setup)
+    limit = plan.binding_limit
+    if fits and setup.is_one_memory and setup.swap_fraction is None:
+        limit = "memory: the CPU's is the host's, so the swap fraction stays 0 unless --device-memory sets a limit"
     return Forecast(
         fits=fits,
         strategy=plan.strategy,
@@ -196,7 +199,7 @@ def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fit
         tokens_per_second=setup.batch * setup.seq_len * (setup.gpus // setup.sequence_parallel) / plan.step_seconds,
         mfu=mfu(setup, plan.step_seconds),
         mfu_convention=MFU_CONVENTION,
-        binding_limit=plan.binding_limit,
+        binding_limit=limit,
         advice=advice,
     )
 
