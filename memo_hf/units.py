@@ -53,6 +53,11 @@ def parse_count(text: str | int | float, what: str = "tokens") -> int:
     return _parse(text, _COUNT_UNITS, what)
 
 
+def format_seconds(seconds: float) -> str:
+    """`500.4 s`, or `29.5 h` from 10,000 seconds on."""
+    return f"{seconds:.4g} s" if seconds < 9_999.5 else f"{seconds / 3600:,.1f} h"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`61.2 GiB`: three significant figures and a binary unit."""
     value = float(num_bytes)

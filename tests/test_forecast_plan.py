@@ -18,6 +18,7 @@ from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
 from memo_hf.planner.layer_costs import estimated_peaks
+from memo_hf.units import format_seconds
 
 HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
 HEADLINE += ["--host-memory", "2TiB"]
@@ -144,6 +145,40 @@ def test_text_names_what_matters(capsys):
         "a rank",
     ):
         assert words in text
+
+
+def test_what_does_not_fit_has_no_step_time(capsys):
+    assert main(["plan", "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090"]) == 0
+    text = capsys.readouterr().out
+    assert "fits            NO" in text and "\nstep " not in text and "\nMFU " not in text
+
+
+def test_options_may_be_written_with_underscores(capsys):
+    found = answer(capsys, "--model", "qwen3-8b", "--seq_len", "8K", "--host_memory=1TiB")
+    assert found["seq_len"] == 8192 and found["host_budget_bytes_per_node"] == 2**40
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"memo-hf {memo_hf.__version__}\n"
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = [sys.executable, "-m", "memo_hf.cli", "plan", "--model", "qwen3-8b", "--seq-len", "8K"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+
+
+def test_many_seconds_are_told_in_hours():
+    assert [format_seconds(s) for s in (0, 0.12345, 500.44, 9_999, 1.063e5)] == [
+        "0 s",
+        "0.1235 s",
+        "500.4 s",
+        "9999 s",
+        "29.5 h",
+    ]
 
 
 def test_plot(tmp_path):
