@@ -54,7 +54,8 @@ def command_line() -> str:
         "# The command line",
         _NOTE,
         "`memo-hf SUBCOMMAND --help` prints the same. A mistake in the arguments ends with exit code 2 and one line",
-        "that says what to change.",
+        "that says what to change. Options may be written with underscores: `--seq_len`. `memo-hf --version` prints",
+        "the version.",
     ]
     for name, parser in _subcommands().items():
         lines += ["", f"## memo-hf {name}", "", _sentence(parser.description), ""]

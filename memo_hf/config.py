@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from memo_hf.errors import ConfigError
+from memo_hf.errors import ConfigError, did_you_mean
 from memo_hf.units import parse_bytes
 
 
@@ -114,7 +114,8 @@ class MemoConfig:
         known = [spec.name for spec in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ConfigError(f"unknown MemoConfig keys {unknown}; the known keys are {known}")
+            hint = did_you_mean(str(unknown[0]), known)
+            raise ConfigError(f"unknown MemoConfig keys {unknown}{hint}; the known keys are {known}")
         return cls(**values)
 
     @property

@@ -27,3 +27,11 @@ class PlanError(MemoError):
 
 class RankError(MemoError):
     """Ranks that train one model disagree, or one of them does not come."""
+
+
+def did_you_mean(name: str, known) -> str:
+    """What to add after a name that is not among `known`: " (did you mean 'gpus'?)", or nothing where none is close."""
+    import difflib  # only where something went wrong
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -36,9 +36,26 @@ def parse_bytes(text: str | int | float, what: str = "bytes") -> int:
     return _parse(text, _BYTE_UNITS, what)
 
 
+def parse_memory(text: str | int | float, what: str) -> int:
+    """As `parse_bytes`, for memory or bandwidth of a machine: refuses a number below 1 MiB without a unit.
+
+    Nobody has a machine of 64 bytes, and who writes 64 means GiB. Raises `ConfigError`.
+    """
+    number = parse_bytes(text, what)
+    is_bare = isinstance(text, (int, float)) or text.strip()[-1].isdigit()
+    if is_bare and 0 < number < 2**20:
+        raise ConfigError(f"{what}: {text} without a unit means {number} bytes; write the unit, for example {text}GiB")
+    return number
+
+
 def parse_count(text: str | int | float, what: str = "tokens") -> int:
     """A token count from "128K" (131,072), "1M" (1,048,576, as in the paper) or a number. Raises `ConfigError`."""
     return _parse(text, _COUNT_UNITS, what)
+
+
+def format_seconds(seconds: float) -> str:
+    """`500.4 s`, or `29.5 h` from 10,000 seconds on."""
+    return f"{seconds:.4g} s" if seconds < 9_999.5 else f"{seconds / 3600:,.1f} h"
 
 
 def format_bytes(num_bytes: float) -> str:

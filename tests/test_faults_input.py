@@ -19,7 +19,10 @@ from tests.tiny_models import gradients, worst_relative_error
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"swap_fracton": 0.5}, r"unknown MemoConfig keys \['swap_fracton'\]; the known keys are \['swap_fraction'"),
+        (
+            {"swap_fracton": 0.5},
+            r"keys \['swap_fracton'\] \(did you mean 'swap_fraction'\?\); the known keys are \['swap_fraction'",
+        ),
         ({"a": 1, "chunk_size": 4, "A": 2}, r"unknown MemoConfig keys \['A', 'a'\]"),
         ({"swap_fraction": 1.5}, "swap_fraction is 1.5; it must be a number from 0 to 1"),
         ({"swap_fraction": -0.1}, "swap_fraction is -0.1"),

@@ -18,6 +18,7 @@ from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
 from memo_hf.planner.layer_costs import estimated_peaks
+from memo_hf.units import format_seconds
 
 HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
 HEADLINE += ["--host-memory", "2TiB"]
@@ -80,6 +81,18 @@ def test_fewest_gpus(capsys):
     assert min_gpus(setup).gpus == found["min_gpus"]
 
 
+def test_fewest_gpus_have_the_host_memory_of_their_number(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "h100"]
+    found = answer(capsys, *arguments, "--find", "min-gpus")
+    same = answer(capsys, *arguments, "--gpus", "4", "--sequence-parallel", "4")
+    assert found["gpus"] == 4 and same["fits"]
+    assert found["host_budget_bytes_per_node"] == same["host_budget_bytes_per_node"] == 4 * 240 * 2**30
+    advice = answer(capsys, *arguments)["advice"]
+    assert "it fits on 4 GPUs with sequence parallelism over 4 of them" in advice
+    given = answer(capsys, *arguments, "--find", "min-gpus", "--host-memory", "300GiB")
+    assert given["host_budget_bytes_per_node"] == 300 * 2**30
+
+
 def test_no_number_of_gpus_helps_a_model_of_few_heads():
     setup = make_setup("smollm2-135m", 2**28, host_memory="1GiB")
     with pytest.raises(ConfigError, match="its 9 attention heads bound how many ranks"):
@@ -134,6 +147,40 @@ def test_text_names_what_matters(capsys):
         assert words in text
 
 
+def test_what_does_not_fit_has_no_step_time(capsys):
+    assert main(["plan", "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090"]) == 0
+    text = capsys.readouterr().out
+    assert "fits            NO" in text and "\nstep " not in text and "\nMFU " not in text
+
+
+def test_options_may_be_written_with_underscores(capsys):
+    found = answer(capsys, "--model", "qwen3-8b", "--seq_len", "8K", "--host_memory=1TiB")
+    assert found["seq_len"] == 8192 and found["host_budget_bytes_per_node"] == 2**40
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"memo-hf {memo_hf.__version__}\n"
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = [sys.executable, "-m", "memo_hf.cli", "plan", "--model", "qwen3-8b", "--seq-len", "8K"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+
+
+def test_many_seconds_are_told_in_hours():
+    assert [format_seconds(s) for s in (0, 0.12345, 500.44, 9_999, 1.063e5)] == [
+        "0 s",
+        "0.1235 s",
+        "500.4 s",
+        "9999 s",
+        "29.5 h",
+    ]
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "out.png")]) == 0
@@ -150,6 +197,9 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--model", "nowhere", "--seq-len", "1K"], "is neither a config.json"),
+        (["--model", "./nope/llama-3.1-8b", "--seq-len", "1K"], "'./nope/llama-3.1-8b' is neither a config.json"),
+        (["--model", "/a/gpt-7b", "--seq-len", "1K"], "is neither a config.json"),
+        (["--model", "a/b/gpt-7b", "--seq-len", "1K"], "is neither a config.json"),
         (["--model", "gpt-7b"], "--seq-len is missing"),
         (["--model", "gpt-7b", "--seq-len", "1Q"], "cannot read '1Q'"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--device", "abacus"], "choose from"),
@@ -161,6 +211,9 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
             ["--model", "smollm2-135m", "--seq-len", "1K", "--gpus", "8", "--sequence-parallel", "8"],
             "9 attention heads",
         ),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--host-memory", "64"], "write the unit, for example 64GiB"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--device-memory", "24"], "device_memory: 24 without a unit"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--link-bandwidth", "25"], "means 25 bytes"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--swap-fraction", "2"], "a number from 0 to 1"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--train", "lora", "--lora-targets", "dense"], "are unknown"),
         (
@@ -190,6 +243,15 @@ def test_a_folder_with_a_config(tmp_path, capsys):
     assert "cannot read" in capsys.readouterr().err
 
 
+def test_a_name_of_the_hub_is_shipped_and_a_folder_without_a_config_is_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", "meta-llama/Llama-3.1-8B", "--seq-len", "1K"]
+    assert answer(capsys, *arguments)["model"] == "llama-3.1-8b"
+    (tmp_path / "meta-llama" / "Llama-3.1-8B").mkdir(parents=True)
+    assert main(["plan", *arguments]) == 2
+    assert "is neither a config.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -207,8 +269,12 @@ def test_models_that_are_not_described_are_refused(more, words):
 def test_the_public_function():
     found = memo_hf.forecast("llama-3.1-8b", "128K", device="h200", optimizer_device="host", train="lora")
     assert found.fits and found.swap_fraction > 0
-    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
-        memo_hf.forecast("llama-3.1-8b", "128K", chunk=3)
+    with pytest.raises(
+        ConfigError, match=r"no option 'chunksize' \(did you mean 'chunk_size'\?\); its options are \['batch'"
+    ):
+        memo_hf.forecast("llama-3.1-8b", "128K", chunksize=3)
+    with pytest.raises(ConfigError, match=r"no option 'nonsense'; its options are"):
+        memo_hf.forecast("llama-3.1-8b", "128K", nonsense=3)
 
 
 def test_sequence_parallelism_splits_bytes_and_time():
@@ -230,6 +296,14 @@ def test_optimizer_and_weights_move_to_the_host():
     assert "optimizer" not in there.device_peak_by_part and "weights" not in there.device_peak_by_part
     assert there.host_bytes_per_rank > 18 * 8.03e9
     assert there.step_seconds > here.step_seconds
+
+
+def test_on_a_cpu_nothing_is_swapped_unless_its_memory_is_limited():
+    options = {"device": "cpu", "host_memory": "64GiB"}
+    found = memo_hf.forecast("smollm2-135m", "4K", **options)
+    assert found.swap_fraction == 0 and found.binding_limit.startswith("memory: the CPU's is the host's")
+    assert memo_hf.forecast("smollm2-135m", "4K", **options, swap_fraction=0.5).swap_fraction == 0.5
+    assert make_setup("smollm2-135m", "4K", **options, device_memory="3GiB").set_fraction is None
 
 
 def test_lora_trains_little():

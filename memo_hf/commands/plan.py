@@ -149,7 +149,7 @@ def _inputs(setup) -> dict:
 
 
 def _text(setup, forecast) -> str:
-    from memo_hf.units import format_bytes
+    from memo_hf.units import format_bytes, format_seconds
 
     trained = "full fine-tuning" if setup.training.is_full else f"LoRA of rank {setup.training.lora_rank}"
     head = (
@@ -162,14 +162,18 @@ def _text(setup, forecast) -> str:
         where += f", {forecast.num_input_only} with their input alone swapped and attention recomputed"
     if forecast.strategy == "checkpoint":
         where = "activation checkpointing, nothing swapped"
+    step, exposed = format_seconds(forecast.step_seconds), format_seconds(forecast.exposed_seconds)
+    speed = [
+        f"step            {step}, {exposed} of it waiting for copies",
+        f"tokens          {forecast.tokens_per_second:,.0f} a second, over all GPUs",
+        f"MFU             {100 * forecast.mfu:.1f} % ({forecast.mfu_convention})",
+    ]
     lines = [
         head,
         "",
         f"fits            {'yes' if forecast.fits else 'NO'}",
         f"swap fraction   {forecast.swap_fraction:.3f} (q, k, v: {forecast.qkv}; {where})",
-        f"step            {forecast.step_seconds:.4g} s, {forecast.exposed_seconds:.3g} s of it waiting for copies",
-        f"tokens          {forecast.tokens_per_second:,.0f} a second, over all GPUs",
-        f"MFU             {100 * forecast.mfu:.1f} % ({forecast.mfu_convention})",
+        *(speed if forecast.fits else []),
         f"binding limit   {forecast.binding_limit}",
         f"device peak     {format_bytes(forecast.device_peak_bytes)} of {format_bytes(forecast.device_budget_bytes)}",
         f"  when          {forecast.device_peak_moment}",
@@ -184,12 +188,13 @@ def _text(setup, forecast) -> str:
 
 
 def _table(rows) -> str:
-    from memo_hf.units import format_bytes
+    from memo_hf.units import format_bytes, format_seconds
 
     lines = [f"{'strategy':<42}{'fits':>5}{'device peak':>13}{'host a rank':>13}{'step':>11}{'MFU':>8}"]
     for row in rows:
+        step = format_seconds(row["step_seconds"])
         lines.append(
             f"{row['strategy']:<42}{'yes' if row['fits'] else 'no':>5}{format_bytes(row['device_peak_bytes']):>13}"
-            f"{format_bytes(row['host_bytes_per_rank']):>13}{row['step_seconds']:>9.4g} s{100 * row['mfu']:>6.1f} %"
+            f"{format_bytes(row['host_bytes_per_rank']):>13}{step:>11}{100 * row['mfu']:>6.1f} %"
         )
     return "\n".join(lines)

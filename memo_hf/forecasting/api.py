@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memo_hf.errors import ConfigError
+import inspect
+
+from memo_hf.errors import ConfigError, did_you_mean
 from memo_hf.forecasting.activations import Training
 from memo_hf.forecasting.find import advise
 from memo_hf.forecasting.forecast import Forecast, forecast_setup
@@ -10,7 +12,7 @@ from memo_hf.forecasting.hardware import Device, find_device, this_cpu
 from memo_hf.forecasting.setup import DTYPES, Setup
 from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
-from memo_hf.units import parse_bytes, parse_count
+from memo_hf.units import parse_count, parse_memory
 
 _ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -26,6 +28,10 @@ def forecast(model, seq_len: int | str, **options) -> Forecast:
     Raises:
         ConfigError: an option is unknown or wrong. A run that does not fit raises nothing: read `fits` and `advice`.
     """
+    known = list(inspect.signature(make_setup).parameters)[2:]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"forecast has no option {name!r}{did_you_mean(name, known)}; its options are {known}")
     return forecast_setup(make_setup(model, seq_len, **options), advise)
 
 
@@ -68,7 +74,8 @@ def make_setup(
         optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd"; it and the weights live on "device" or "host".
         gpus, sequence_parallel, shards: all GPUs, how many share a sequence, how many share the weights (default: all).
         device: a name of the table, "cpu" for this machine's, or a `Device`; the next three replace its numbers.
-        device_memory: bytes. flops: dense peak per second. link_bandwidth: bytes per second and device, each way.
+        device_memory: bytes, as "48GiB"; without it the swap fraction on "cpu" stays 0, as in a run.
+        flops: dense peak per second. link_bandwidth: bytes per second and device, each way, as "25GB".
         host_memory: of one node. Default: the device's usual host, or what this machine has free for "cpu".
         chunk_size, unswapped_layers, swap_fraction, qkv, chunked_loss: as in `MemoConfig`.
         gradient_accumulation: whether gradients of earlier passes are held during forward.
@@ -94,13 +101,11 @@ def make_setup(
         raise ConfigError(f"swap_fraction is {swap_fraction!r}; it must be a number from 0 to 1, or None")
     if qkv not in (None, "swap", "rebuild"):
         raise ConfigError(f"qkv is {qkv!r}; it must be 'swap', 'rebuild' or None")
-    local_ranks = min(gpus, gpus_per_node)
+    host_bytes = None
     if host_memory is not None:
-        host_bytes = parse_bytes(host_memory, "host_memory")
+        host_bytes = parse_memory(host_memory, "host_memory")
     elif on_cpu:
         host_bytes = host_budget_bytes()
-    else:
-        host_bytes = chosen.host_bytes_per_device * local_ranks
     return Setup(
         model=_shape(model),
         device=chosen,
@@ -122,6 +127,7 @@ def make_setup(
         host_bytes=host_bytes,
         swap_fraction=swap_fraction,
         qkv=qkv,
+        is_one_memory=device_memory is None and isinstance(device, str) and on_cpu,
     )
 
 
@@ -138,11 +144,11 @@ def _device(device, device_memory, flops, link_bandwidth) -> Device:
         device = this_cpu(read_host_memory().free_bytes / 2) if device.lower() == "cpu" else find_device(device)
     changes = {}
     if device_memory is not None:
-        changes["memory_bytes"] = float(parse_bytes(device_memory, "device_memory"))
+        changes["memory_bytes"] = float(parse_memory(device_memory, "device_memory"))
     if flops is not None:
         changes["flops"] = float(flops)
     if link_bandwidth is not None:
-        changes["link_bytes_per_second"] = float(parse_bytes(link_bandwidth, "link_bandwidth"))
+        changes["link_bytes_per_second"] = float(parse_memory(link_bandwidth, "link_bandwidth"))
     for name, value in changes.items():
         if value <= 0:
             raise ConfigError(f"{name} is {value}; it must be positive")

@@ -87,7 +87,7 @@ def baseline(setup: Setup, strategy: Strategy) -> BaselineForecast:
         moments += [{**before, **moment, "h": moment["h"] if strategy.offloads else 0.0}, {**after, **moment}]
     parts = max(moments, key=lambda m: sum(m.values()))
     peak = sum(parts.values())
-    host_budget = setup.host_bytes / setup.local_ranks - host_state_bytes(setup)
+    host_budget = setup.node_host_bytes / setup.local_ranks - host_state_bytes(setup)
     return BaselineForecast(
         name=strategy.name,
         fits=peak <= setup.device.budget_bytes and host <= host_budget,

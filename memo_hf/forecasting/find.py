@@ -75,5 +75,7 @@ def advise(setup: Setup) -> list[str]:
     except ConfigError:
         pass
     if not found:
-        found.append("no longer list of GPUs or host memory helps: use a smaller model, LoRA, or a larger device")
+        found.append(
+            "neither more GPUs nor more host memory make it fit: use a smaller model, LoRA, or a larger device"
+        )
     return found

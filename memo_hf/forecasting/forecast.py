@@ -92,7 +92,7 @@ def budgets(setup: Setup) -> Budgets:
     """What one rank may use for activations on the host, and in all on the device."""
     rate = setup.device.link_bytes_per_second
     return Budgets(
-        host_bytes=max(0.0, setup.host_bytes / setup.local_ranks - host_state_bytes(setup)),
+        host_bytes=max(0.0, setup.node_host_bytes / setup.local_ranks - host_state_bytes(setup)),
         device_bytes=setup.device.budget_bytes,
         to_host_bytes_per_second=rate,
         to_device_bytes_per_second=rate,
@@ -101,12 +101,12 @@ def budgets(setup: Setup) -> Budgets:
 
 def fits(setup: Setup) -> bool:
     """Whether any plan fits both memories, activation checkpointing included."""
-    return _fitting(setup) is not None or (setup.swap_fraction is None and baseline(setup, CHECKPOINTING).fits)
+    return _fitting(setup) is not None or (setup.set_fraction is None and baseline(setup, CHECKPOINTING).fits)
 
 
 def _fitting(setup: Setup) -> Setup | None:
     """`setup`, or else `setup` without layers that stay on the device; None where neither fits."""
-    if setup.host_bytes / setup.local_ranks < host_state_bytes(setup):
+    if setup.node_host_bytes / setup.local_ranks < host_state_bytes(setup):
         return None
     for candidate in (setup, setup.replace(num_kept=0)):
         if is_feasible(layer_costs(candidate), budgets(candidate), swap_fraction=setup.set_fraction, qkv=setup.qkv):
@@ -125,10 +125,10 @@ def forecast_setup(setup: Setup, advise=None) -> Forecast:
     stock = baseline(setup, CHECKPOINTING)
     stock_peak = stock.device_peak_bytes if stock.fits else None
     try:
-        if setup.host_bytes / setup.local_ranks < host_state_bytes(setup):
+        if setup.node_host_bytes / setup.local_ranks < host_state_bytes(setup):
             raise HostMemoryError(
                 f"offloaded weights and optimizer alone need {format_bytes(host_state_bytes(setup))} of host memory on"
-                f" each rank and the budget is {format_bytes(setup.host_bytes / setup.local_ranks)}"
+                f" each rank and the budget is {format_bytes(setup.node_host_bytes / setup.local_ranks)}"
             )
         plan = solve_swap_plan(
             layers,
@@ -176,6 +176,9 @@ def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fit
         moment, parts = _peak_parts(setup, plan)
     parts = {name: round(value) for name, value in parts.items() if round(value)}
     host = plan.host_bytes + host_state_bytes(setup)
+    limit = plan.binding_limit
+    if fits and setup.is_one_memory and setup.swap_fraction is None:
+        limit = "memory: the CPU's is the host's, so the swap fraction stays 0 unless --device-memory sets a limit"
     return Forecast(
         fits=fits,
         strategy=plan.strategy,
@@ -190,13 +193,13 @@ def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fit
         device_budget_bytes=round(setup.device.budget_bytes),
         host_bytes_per_rank=round(host),
         host_bytes_per_node=round(host * setup.local_ranks),
-        host_budget_bytes_per_node=round(setup.host_bytes),
+        host_budget_bytes_per_node=round(setup.node_host_bytes),
         step_seconds=plan.step_seconds,
         exposed_seconds=plan.exposed_seconds,
         tokens_per_second=setup.batch * setup.seq_len * (setup.gpus // setup.sequence_parallel) / plan.step_seconds,
         mfu=mfu(setup, plan.step_seconds),
         mfu_convention=MFU_CONVENTION,
-        binding_limit=plan.binding_limit,
+        binding_limit=limit,
         advice=advice,
     )
 

@@ -7,6 +7,7 @@ sizes.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from memo_hf.errors import ConfigError
@@ -75,14 +76,15 @@ def read_config(name_or_path: str | Path) -> tuple[str, dict]:
     """A model's name and configuration.
 
     Args:
-        name_or_path: one of `SHIPPED` (case does not matter), a `config.json`, or a folder that holds one.
+        name_or_path: one of `SHIPPED` (case does not matter) with or without its owner on the hub, a `config.json`, or
+            a folder that holds one.
 
     Raises:
         ConfigError: neither a shipped name nor a readable configuration.
     """
-    shipped = str(name_or_path).lower().rsplit("/", 1)[-1]
     path = Path(name_or_path)
-    if path.is_dir():
+    is_folder = path.is_dir()
+    if is_folder:
         path = path / "config.json"
     if path.is_file():
         try:
@@ -92,8 +94,10 @@ def read_config(name_or_path: str | Path) -> tuple[str, dict]:
         if not isinstance(config, dict):
             raise ConfigError(f"model: {path} holds no JSON object, so it is no model configuration")
         return path.parent.name or str(path), config
-    if shipped in SHIPPED:
-        return shipped, SHIPPED[shipped]
+    # "meta-llama/Llama-3.1-8B" is a name, "./runs/llama-3.1-8b" a path that may hold any model.
+    name = re.fullmatch(r"(\w[\w.-]*/)?([^/]+)", str(name_or_path).lower())
+    if name and name[2] in SHIPPED and not (name[1] and is_folder):
+        return name[2], SHIPPED[name[2]]
     raise ConfigError(
         f"model: {str(name_or_path)!r} is neither a config.json, a folder that holds one, nor one of the shipped names"
         f" {sorted(SHIPPED)}; download the model's config.json and give its folder"

@@ -31,8 +31,10 @@ class Setup:
         num_kept: the last layers, whose activations stay on the device; none where that is what it takes to fit.
         chunked_loss: the logits never exist in full.
         accumulates: gradients of earlier passes are there during forward (gradient accumulation).
-        host_bytes: host memory of one node for activations, and for optimizer and weights where they are kept there.
+        host_bytes: host memory of one node for activations, and for optimizer and weights where they are kept there;
+            None: what a node of such devices usually has (`node_host_bytes`).
         swap_fraction, qkv: by hand, or None.
+        is_one_memory: device and host are the same memory, as on a CPU without a limit of its own: nothing is chosen.
         device: the device.
     """
 
@@ -53,9 +55,10 @@ class Setup:
     num_kept: int = 2
     chunked_loss: bool = True
     accumulates: bool = False
-    host_bytes: float = 0.0
+    host_bytes: float | None = None
     swap_fraction: float | None = None
     qkv: str | None = None
+    is_one_memory: bool = False
 
     def __post_init__(self):
         for name in ("seq_len", "batch", "gpus", "gpus_per_node", "sequence_parallel", "shards"):
@@ -99,13 +102,22 @@ class Setup:
 
     @property
     def set_fraction(self) -> float | None:
-        """`swap_fraction` as the run rounds it, to whole tokens of a sequence on a rank; None where it is not set."""
+        """`swap_fraction` as the run rounds it, to whole tokens of a sequence on a rank; None where it is chosen."""
+        if self.swap_fraction is None:
+            return 0.0 if self.is_one_memory else None
         tokens = max(1, self.seq_len // self.sequence_parallel)
-        return None if self.swap_fraction is None else round(self.swap_fraction * tokens) / tokens
+        return round(self.swap_fraction * tokens) / tokens
 
     @property
     def local_ranks(self) -> int:
         return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def node_host_bytes(self) -> float:
+        """Host memory of one node: as given, or what it usually has for those of its devices that are used."""
+        if self.host_bytes is None:
+            return self.device.host_bytes_per_device * self.local_ranks
+        return self.host_bytes
 
     @property
     def chunk(self) -> int:

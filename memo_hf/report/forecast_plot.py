@@ -44,7 +44,7 @@ def plot_forecast(setup: Setup, path: str | Path) -> None:
         fitting = [row["step_seconds"] if row["fits"] else float("nan") for row in chosen]
         seconds.plot(thousands, fitting, marker=".", **style)
     device.axhline(setup.device.budget_bytes / _GIB, color="black", linestyle="--", label="budget")
-    host.axhline(setup.host_bytes / _GIB, color="black", linestyle="--", label="budget")
+    host.axhline(setup.node_host_bytes / _GIB, color="black", linestyle="--", label="budget")
     device.set(title="device peak", ylabel="GiB")
     host.set(title="host memory of a node", ylabel="GiB")
     seconds.set(title="step, where it fits", ylabel="seconds", yscale="log")
