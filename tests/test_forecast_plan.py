@@ -16,6 +16,7 @@ from memo_hf.forecasting.forecast import fits, layer_costs
 from memo_hf.forecasting.memory import layer_bytes
 from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
+from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
 from memo_hf.planner.layer_costs import estimated_peaks
 from memo_hf.units import format_seconds
@@ -365,3 +366,27 @@ def test_peaks_that_are_estimated_from_measured_bytes_are_near_the_described(mod
                 ours = max(p.bytes_at(fraction) for p in estimated if p.treatment == treatment)
                 theirs = max(sum(m.at(fraction).values()) for m in moments if m.treatment == treatment)
                 assert 0.85 < ours / theirs < 1.5, (seq_len, treatment, fraction, ours / theirs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "falcon"},
+        {"model_type": "bloom"},
+        {"model_type": "glm4_moe", "n_routed_experts": 128},
+        {"model_type": "t5", "is_encoder_decoder": True},
+        {"intermediate_size": [64, 32]},
+    ],
+)
+def test_layers_that_are_not_described_are_refused(changes):
+    config = dict(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=100,
+        intermediate_size=64,
+    )
+    ModelShape.from_config("like a llama", config)
+    with pytest.raises(ConfigError, match="whose bytes the forecast does not describe; train without one"):
+        ModelShape.from_config("another", {**config, **changes})

@@ -24,7 +24,14 @@ _UNDESCRIBED = {
     "ssm_cfg": "state-space layers",
     "mamba_d_state": "state-space layers",
     "encoder_layers": "an encoder",
+    "is_encoder_decoder": "an encoder",
+    "n_routed_experts": "experts of its own kind",
+    "multi_query": "keys and values of its own kind",
 }
+# Of these the MLP, the heads of keys or the tied weights are other than they are read here.
+_OTHER_LAYERS = frozenset(
+    ("falcon", "starcoder2", "bloom", "phi", "gptj", "codegen", "mpt", "llama4", "llama4_text", "t5", "bert", "roberta")
+)
 _UNKNOWN_BYTES = (
     "whose bytes the forecast does not describe; train without one, since the first step is measured anyway"
 )
@@ -79,7 +86,10 @@ class ModelShape:
     @classmethod
     def from_config(cls, name: str, config: dict) -> ModelShape:
         """Sizes from the fields of a `config.json`. Raises `ConfigError` for what is missing or not described here."""
-        config = config.get("text_config", config)
+        inner = config.get("text_config")
+        config = inner if isinstance(inner, dict) else config
+        if config.get("model_type") in _OTHER_LAYERS:
+            raise ConfigError(f"model {name!r} is a {config['model_type']}, {_UNKNOWN_BYTES}")
         for key, what in _UNDESCRIBED.items():
             if config.get(key):
                 raise ConfigError(f"model {name!r} has {what} ({key}), {_UNKNOWN_BYTES}")
@@ -91,7 +101,7 @@ class ModelShape:
             raise ConfigError(f"model {name!r}: its configuration has none of {list(_NAMES[field])}")
 
         layers, hidden, heads = get("num_layers"), get("hidden"), get("heads")
-        model_type = config.get("model_type", "")
+        model_type = str(config.get("model_type") or "")
         is_gpt2 = model_type in ("gpt2", "gpt_neo", "gpt_bigcode", "gpt_neox", "opt")
         intermediate = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
         if not isinstance(intermediate, int):
@@ -109,7 +119,7 @@ class ModelShape:
             head_dim=config.get("head_dim") or hidden // heads,
             intermediate=intermediate,
             vocab=get("vocab"),
-            tied=config.get("tie_word_embeddings", is_gpt2),
+            tied=config.get("tie_word_embeddings", is_gpt2 or model_type.startswith("gemma")),
             gated=not is_gpt2,
             activation=config.get("hidden_act") or config.get("activation_function") or "silu",
             rms_norm=not is_gpt2,
