@@ -113,7 +113,9 @@ def _host(missing: _Missing) -> list[dict]:
 def _devices(missing: _Missing) -> list[dict]:
     import torch
 
-    rows = [_row("cpu", f"{len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads in torch")]
+    counts = {"core": len(os.sched_getaffinity(0)), "thread": torch.get_num_threads()}
+    cores, threads = (f"{count} {what}{'s' if count != 1 else ''}" for what, count in counts.items())
+    rows = [_row("cpu", f"{cores}, {threads} in torch")]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)

@@ -46,10 +46,14 @@ def test_this_machine(capsys):
         ]
 
 
-def test_as_text(capsys):
+def test_as_text(capsys, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert f"torch           {torch.__version__}" in text
+    assert f"torch             {torch.__version__}" in text
+    assert "FlashAttention 2  " in text
+    assert "\n  cpu               2 cores, 1 thread in torch\n" in text
     assert "one training step\n  cpu" in text
     assert text.rstrip().endswith("memo_hf can train here")
 

@@ -44,7 +44,7 @@ def _text(found: dict) -> str:
     lines = ["versions"]
     for package in found["versions"]:
         note = f"   {package['problem']}" if package["problem"] else ""
-        lines.append(f"  {package['name']:<16}{package['version'] or '-':<20}{package['role']}{note}")
+        lines.append(f"  {package['name']:<18}{package['version'] or '-':<20}{package['role']}{note}")
     for title, rows in (
         ("devices", found["devices"]),
         ("link to host memory", found["link"]),
@@ -54,7 +54,7 @@ def _text(found: dict) -> str:
         ("one training step", found["step"]),
     ):
         lines += ["", title]
-        lines += [f"  {row['name']:<16}{row['found']}" for row in rows]
+        lines += [f"  {row['name']:<18}{row['found']}" for row in rows]
     lines += ["", "missing" if found["missing"] else "nothing is missing"]
     for item in found["missing"]:
         lines.append(f"  {'NEEDED' if item['needed'] else 'optional'}: {item['what']}")
