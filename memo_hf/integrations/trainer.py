@@ -163,12 +163,12 @@ def _without_checkpointing(args):
 
 
 def _refuse_training_arguments(args) -> None:
-    for name in _CHECKPOINTING:
-        if getattr(args, name, False):
-            raise ConfigError(
-                f"activation checkpointing is on, and would recompute all that memo_hf swaps. Turn it off: "
-                f"{name}=False in the training arguments, or train without memo_hf: memo=None"
-            )
+    first, second = sorted(_CHECKPOINTING, key=lambda name: not getattr(args, name, False))  # what is on comes first
+    if getattr(args, first, False):
+        raise ConfigError(
+            "activation checkpointing is on, and would recompute all that memo_hf swaps. Turn it off: "
+            f"{first}=False ({second}=False) in the training arguments, or train without memo_hf: memo=None"
+        )
     if getattr(args, "activation_offloading", False):
         raise ConfigError(
             "TRL's activation offloading is on, and would copy to the host what memo_hf already does. Turn it off: "
