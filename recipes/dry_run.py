@@ -1,7 +1,7 @@
-"""`--dry-run`: the forecast of a launch, from its arguments and from what `accelerate launch` left in the environment.
+"""Arguments of a launch, as the recipes share them, and `--dry-run`: the forecast of a launch from its arguments.
 
-Used by the recipes. It loads no weights, starts no process group and touches no GPU: it writes the `memo-hf plan`
-command that describes the launch, and runs it.
+The forecast also reads what `accelerate launch` left in the environment. It loads no weights, starts no process group
+and touches no GPU: it writes the `memo-hf plan` command that describes the launch, and runs it.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from pathlib import Path
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import cached_file
 
-from memo_hf import cli
+from memo_hf import MemoConfig, cli
 from memo_hf.errors import ConfigError
 from memo_hf.forecasting.models import read_config
 
@@ -24,6 +25,35 @@ OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw-8bit",
     "paged_adamw_8bit": "adamw-8bit",
 }
+DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "constant",
+    "max_steps": 100,
+    "logging_steps": 1,
+    "save_steps": 20,
+    "save_total_limit": 2,
+    "report_to": "none",
+    "ddp_find_unused_parameters": False,
+    # Each process reads its own sequences; else the first would read and hold those of all, and send them to all.
+    "accelerator_config": {"dispatch_batches": False},
+}
+
+
+class RecipeParser(HfArgumentParser):
+    """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig."""
+
+    def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
+        groups = [recipe, TrainingArguments, MemoConfig]
+        super().__init__(groups, description=description)
+        self.set_defaults(**DEFAULTS | defaults)
+        if self.parse_known_args(argv)[0].full:
+            self.set_defaults(learning_rate=1e-5)  # all weights, instead of an adapter that begins at nothing
+
+
+def checkpoint_to_resume(training: TrainingArguments) -> str | bool | None:
+    """For `Trainer.train`: "last" is its True, the newest checkpoint in `output_dir`."""
+    return training.resume_from_checkpoint == "last" or training.resume_from_checkpoint
 
 
 def plan_command(options: argparse.Namespace) -> list[str]:

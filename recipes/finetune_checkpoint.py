@@ -5,31 +5,19 @@
 
 `--dataset` takes text files, or chats: JSON lines of {"messages": [{"role": "user", "content": "..."}, ...]}. Every
 field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argument too, such as `--max_steps 1000`,
-`--learning_rate 1e-5` or `--resume_from_checkpoint outputs/finetuned/checkpoint-40`.
+`--learning_rate 1e-5` or `--resume_from_checkpoint last`.
 """
 
 import sys
 from dataclasses import dataclass, field
 
+from dry_run import RecipeParser, checkpoint_to_resume
 from long_text import long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from memo_hf import MemoConfig, MemoTrainer
+from memo_hf import MemoTrainer
 from memo_hf.units import parse_count
-
-DEFAULTS = {
-    "output_dir": "outputs/finetuned",
-    "per_device_train_batch_size": 1,
-    "max_steps": 100,
-    "logging_steps": 1,
-    "save_steps": 20,
-    "save_total_limit": 2,
-    "report_to": "none",
-    "ddp_find_unused_parameters": False,
-    # Each process reads its own sequences; else the first would read and hold those of all, and send them to all.
-    "accelerator_config": {"dispatch_batches": False},
-}
 
 
 @dataclass
@@ -52,9 +40,13 @@ class Arguments:
     memo: bool = field(default=True, metadata={"help": "Train with memo_hf; 'false': with transformers alone."})
 
 
+def parser_for(argv: list[str]) -> RecipeParser:
+    """The parser of all settings, with this recipe's defaults."""
+    return RecipeParser(Arguments, argv, __doc__, output_dir="outputs/finetuned")
+
+
 def main(argv: list[str]) -> None:
-    parser = HfArgumentParser([Arguments, TrainingArguments, MemoConfig], description=__doc__)
-    parser.set_defaults(**DEFAULTS)
+    parser = parser_for(argv)
     ours, training, memo = parser.parse_args_into_dataclasses(argv)
 
     tokenizer = AutoTokenizer.from_pretrained(ours.model)
@@ -72,7 +64,7 @@ def main(argv: list[str]) -> None:
         model = get_peft_model(model, lora)
 
     trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
 
     if trainer.is_world_process_zero():

@@ -13,19 +13,12 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import dry_run
+from dry_run import RecipeParser, checkpoint_to_resume, dry_run
 from long_text import long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
-from memo_hf import MemoConfig, MemoTrainer
+from memo_hf import MemoTrainer
 from memo_hf.allocator.meter import AllocatorMeter
 from memo_hf.units import format_bytes, parse_count
 
@@ -43,17 +36,7 @@ PRESETS = {
         "save_strategy": "no",
         "output_dir": "outputs/llama7b_1m-cpu",
     },
-    "gpu": {"seq_len": "1M", "max_steps": 100, "save_steps": 20, "output_dir": "outputs/llama7b_1m"},
-}
-COMMON = {
-    "per_device_train_batch_size": 1,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_total_limit": 2,
-    "report_to": "none",
-    "ddp_find_unused_parameters": False,
-    # Each process reads its own sequences; else the first would read and hold those of all, and send them to all.
-    "accelerator_config": {"dispatch_batches": False},
+    "gpu": {"seq_len": "1M", "output_dir": "outputs/llama7b_1m"},
 }
 
 
@@ -96,11 +79,10 @@ class RecipeArguments:
     device: str = field(default="h100", metadata={"help": "Where --dry-run runs: see memo-hf plan --help."})
 
 
-def parser_for(argv: list[str]) -> HfArgumentParser:
+def parser_for(argv: list[str]) -> RecipeParser:
     """The parser of all three groups of settings, with the preset's values as defaults."""
-    parser = HfArgumentParser([RecipeArguments, TrainingArguments, MemoConfig], description=__doc__)
-    given = parser.parse_known_args(argv)[0]
-    parser.set_defaults(**COMMON, learning_rate=1e-5 if given.full else 2e-4, **PRESETS[given.preset])
+    parser = RecipeParser(RecipeArguments, argv, __doc__)
+    parser.set_defaults(**PRESETS[parser.parse_args(argv).preset])
     return parser
 
 
@@ -191,8 +173,7 @@ def main(argv: list[str]) -> None:
     trainer = MemoTrainer(
         model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
     )
-    # "last" continues from the newest checkpoint in output_dir: Trainer's True.
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint == "last" or training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
 
     if trainer.is_world_process_zero():

@@ -11,9 +11,9 @@ import pytest
 import torch
 from datasets import disable_progress_bars
 from tiny_checkpoint import write_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from memo_hf import MemoConfig, cli
+from memo_hf import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", ROOT / "docs/scaling.md", ROOT / "docs/long_text.md"]
@@ -28,9 +28,7 @@ import perplexity_by_position  # noqa: E402
 disable_progress_bars()
 PARSERS = {
     "llama7b_1m.py": lambda argv: llama7b_1m.parser_for(argv).parse_args(argv),
-    "finetune_checkpoint.py": lambda argv: HfArgumentParser(
-        [finetune_checkpoint.Arguments, TrainingArguments, MemoConfig]
-    ).parse_args(argv),
+    "finetune_checkpoint.py": lambda argv: finetune_checkpoint.parser_for(argv).parse_args(argv),
     "perplexity_by_position.py": perplexity_by_position.parse_arguments,
 }
 

@@ -88,11 +88,10 @@ def test_a_killed_run_goes_on(checkpoint, uninterrupted, killed, tmp_path, how, 
 
 def test_a_stock_run_goes_on_with_memo_hf(checkpoint, uninterrupted, tmp_path):
     """By the other recipe, which shares data and order."""
-    finetune_checkpoint.main(arguments(checkpoint, tmp_path, *STOCK, "--lr_scheduler_type", "constant"))
+    finetune_checkpoint.main(arguments(checkpoint, tmp_path, *STOCK))
     assert losses(tmp_path) == pytest.approx(uninterrupted[1], rel=1e-5)
     shutil.rmtree(tmp_path / "checkpoint-4")
-    resumed = arguments(checkpoint, tmp_path, *MEMO, "--lr_scheduler_type", "constant")
-    finetune_checkpoint.main([*resumed, "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")])
+    finetune_checkpoint.main(arguments(checkpoint, tmp_path, *MEMO, "--resume_from_checkpoint", "last"))
     assert losses(tmp_path) == pytest.approx(uninterrupted[1], rel=1e-5)
 
 

@@ -94,6 +94,17 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
     assert "--model: give a folder" in capsys.readouterr().err
 
 
+def test_defaults_are_the_same(monkeypatch, recipe):
+    import finetune_checkpoint
+
+    for parser_for in (recipe.parser_for, finetune_checkpoint.parser_for):
+        for full, rate in ([], 2e-4), (["--full"], 1e-5):
+            argv = ["--model", "m", "--dataset", "d", "--use_cpu", "true", *full]
+            training = parser_for(argv).parse_args_into_dataclasses(argv)[1]
+            assert (training.learning_rate, training.lr_scheduler_type) == (rate, "constant")
+            assert (training.max_steps, training.save_steps) == (100, 20)
+
+
 def test_a_model_read_from_gguf_becomes_ordinary(checkpoint, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
     import get_checkpoint
