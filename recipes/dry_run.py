@@ -5,8 +5,10 @@ and touches no GPU: it writes the `memo-hf plan` command that describes the laun
 """
 
 import argparse
+import difflib
 import os
 import shlex
+from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate.parallelism_config import ParallelismConfig
@@ -16,7 +18,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import cached_file
 
 from memo_hf import MemoConfig, cli
-from memo_hf.errors import ConfigError
+from memo_hf.errors import ConfigError, MemoError
 from memo_hf.forecasting.models import read_config
 
 OPTIMIZERS = {
@@ -41,14 +43,41 @@ DEFAULTS = {
 
 
 class RecipeParser(HfArgumentParser):
-    """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig."""
+    """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig.
+
+    A mistake ends in one line: a name that is not known comes with the closest one that is.
+    """
 
     def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
         groups = [recipe, TrainingArguments, MemoConfig]
-        super().__init__(groups, description=description)
+        super().__init__(groups, description=description, usage="%(prog)s [--NAME VALUE ...]   (all names: --help)")
         self.set_defaults(**DEFAULTS | defaults)
         if self.parse_known_args(argv)[0].full:
             self.set_defaults(learning_rate=1e-5)  # all weights, instead of an adapter that begins at nothing
+
+    def parse_known_args(self, args=None, namespace=None):
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            close = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            self.error(f"there is no argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        return options, unknown
+
+    def check_model(self, name: str) -> None:
+        """Exit where `name` can only be a folder, and there is none: the hub would answer with pages."""
+        like_a_path = name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
+        in_a_folder = "/" in name and Path(name).parent.exists()
+        if (like_a_path or in_a_folder) and not Path(name).exists():
+            self.error(f"--model: there is no folder {name} (recipes/get_checkpoint.py makes one for a trial)")
+
+
+@contextmanager
+def without_traceback():
+    """Around a recipe's `main`: an error of memo_hf says what to do, so its words are all that is printed."""
+    try:
+        yield
+    except MemoError as error:
+        raise SystemExit(str(error)) from error
 
 
 def checkpoint_to_resume(training: TrainingArguments) -> str | bool | None:

@@ -11,7 +11,7 @@ field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argumen
 import sys
 from dataclasses import dataclass, field
 
-from dry_run import RecipeParser, checkpoint_to_resume
+from dry_run import RecipeParser, checkpoint_to_resume, without_traceback
 from long_text import long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,9 +45,11 @@ def parser_for(argv: list[str]) -> RecipeParser:
     return RecipeParser(Arguments, argv, __doc__, output_dir="outputs/finetuned")
 
 
+@without_traceback()
 def main(argv: list[str]) -> None:
     parser = parser_for(argv)
     ours, training, memo = parser.parse_args_into_dataclasses(argv)
+    parser.check_model(ours.model)
 
     tokenizer = AutoTokenizer.from_pretrained(ours.model)
     data = long_sequences(

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import RecipeParser, checkpoint_to_resume, dry_run
+from dry_run import RecipeParser, checkpoint_to_resume, dry_run, without_traceback
 from long_text import long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -148,11 +148,13 @@ def generate_from(training: TrainingArguments, recipe: RecipeArguments, tokenize
     return " ".join(tokenizer.decode(tokens[0], skip_special_tokens=True).split())
 
 
+@without_traceback()
 def main(argv: list[str]) -> None:
     parser = parser_for(argv)
     options = parser.parse_args(argv)
     if options.model is None:
         parser.error("--model: give a folder or a hub name")
+    parser.check_model(options.model)
     if options.dry_run:
         return dry_run(options)
     recipe, training, memo = parser.parse_args_into_dataclasses(argv)

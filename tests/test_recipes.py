@@ -1,5 +1,6 @@
 """The recipes run, as a user runs them, on a tiny random checkpoint and the text that comes with Python."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -92,6 +93,30 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
     with pytest.raises(SystemExit):
         recipe.main([])
     assert "--model: give a folder" in capsys.readouterr().err
+
+
+MISTAKES = [
+    (["--swap_fracton", "0.5"], "there is no argument --swap_fracton; did you mean --swap_fraction?"),
+    (["--swap_fraction", "5"], "swap_fraction is 5.0; it must be"),
+    (["--seq_len", "4k8"], "--seq_len: cannot read '4k8'"),
+    (["--model", "outputs/nowhere"], "--model: there is no folder outputs/nowhere"),
+    (["--model", "path/to/nowhere"], "--model: there is no folder path/to/nowhere"),
+    (["--host_memory", "1MiB", "--full"], "Raise host_memory"),
+]
+
+
+@pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
+@pytest.mark.parametrize("mistake, words", MISTAKES, ids=[" ".join(mistake[:2]) for mistake, _ in MISTAKES])
+def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, name, mistake, words):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    disable_progress_bars()
+    settings = ["--dataset", "manual", "--seq_len", "4096", "--max_steps", "1", "--use_cpu", "true"]
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main(
+            ["--model", str(checkpoint), "--output_dir", str(tmp_path), *settings, *mistake]
+        )
+    said = capsys.readouterr().err if ended.value.code == 2 else ended.value.code
+    assert words in said and len(said) < 1000
 
 
 def test_defaults_are_the_same(monkeypatch, recipe):
