@@ -13,6 +13,7 @@ from pathlib import Path
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from long_text import about_num_tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import cached_file
@@ -83,6 +84,18 @@ def without_traceback():
 def checkpoint_to_resume(training: TrainingArguments) -> str | bool | None:
     """For `Trainer.train`: "last" is its True, the newest checkpoint in `output_dir`."""
     return training.resume_from_checkpoint == "last" or training.resume_from_checkpoint
+
+
+def say_how_often(dataset: str, seq_len: int, training: TrainingArguments) -> None:
+    """Print, once for all ranks, that the text is repeated, where it is and its size is at hand."""
+    num_tokens = about_num_tokens(dataset)
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    step_tokens = seq_len * sequences // ParallelismConfig().sp_size
+    if training.process_index == 0 and num_tokens and training.max_steps * step_tokens > num_tokens:
+        print(
+            f"The text has about {float(f'{num_tokens:.2g}'):,.0f} tokens: {training.max_steps:,} steps of "
+            f"{step_tokens:,} read it about {training.max_steps * step_tokens / num_tokens:,.1f} times."
+        )
 
 
 def plan_command(options: argparse.Namespace) -> list[str]:

@@ -11,7 +11,7 @@ field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argumen
 import sys
 from dataclasses import dataclass, field
 
-from dry_run import RecipeParser, checkpoint_to_resume, without_traceback
+from dry_run import RecipeParser, checkpoint_to_resume, say_how_often, without_traceback
 from long_text import long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,11 +51,13 @@ def main(argv: list[str]) -> None:
     ours, training, memo = parser.parse_args_into_dataclasses(argv)
     parser.check_model(ours.model)
 
+    seq_len = parse_count(ours.seq_len, "--seq_len")
+    say_how_often(ours.dataset, seq_len, training)
     tokenizer = AutoTokenizer.from_pretrained(ours.model)
     data = long_sequences(
         open_documents(ours.dataset, shuffle_seed=training.seed),
         tokenizer,
-        parse_count(ours.seq_len, "--seq_len"),
+        seq_len,
         keep_documents=ours.documents == "keep",
         num_ranks=training.world_size,
     )

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import RecipeParser, checkpoint_to_resume, dry_run, without_traceback
+from dry_run import RecipeParser, checkpoint_to_resume, dry_run, say_how_often, without_traceback
 from long_text import long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -159,6 +159,7 @@ def main(argv: list[str]) -> None:
         return dry_run(options)
     recipe, training, memo = parser.parse_args_into_dataclasses(argv)
     seq_len = parse_count(recipe.seq_len, "--seq_len")
+    say_how_often(recipe.dataset, seq_len, training)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     data = long_sequences(
         open_documents(recipe.dataset, shuffle_seed=training.seed),

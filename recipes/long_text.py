@@ -32,17 +32,30 @@ def open_documents(source: str, shuffle_seed: int | None = None) -> IterableData
 
         documents = Dataset.from_dict({"text": list(topics.values())}).to_iterable_dataset()
     elif source == "stdlib":
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = [
-            *folder.glob("*.py"),
-            *(f for name in ("asyncio", "email", "json") for f in folder.glob(f"{name}/*.py")),
-        ]
-        documents = _load("text", sorted(str(file) for file in files))
+        documents = _load("text", _stdlib_files())
     elif not Path(source).exists():
         documents = load_dataset(source, split="train", streaming=True)
     else:
         documents = concatenate_datasets([_load(loader, files) for loader, files in _files_by_loader(source).items()])
     return documents if shuffle_seed is None else documents.shuffle(seed=shuffle_seed, buffer_size=100)
+
+
+def about_num_tokens(source: str) -> int | None:
+    """Tokens of `source`, as for `open_documents`, at four bytes each; None where its size is not at hand."""
+    if source == "manual":
+        return sum(len(row["text"]) for row in open_documents(source)) // 4
+    if source != "stdlib" and not Path(source).exists():
+        return None
+    found = {"text": _stdlib_files()} if source == "stdlib" else _files_by_loader(source)
+    if "parquet" in found:  # compressed
+        return None
+    return sum(Path(file).stat().st_size for files in found.values() for file in files) // 4
+
+
+def _stdlib_files() -> list[str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    patterns = ("*.py", "asyncio/*.py", "email/*.py", "json/*.py")
+    return sorted(str(file) for pattern in patterns for file in folder.glob(pattern))
 
 
 def _files_by_loader(source: str) -> dict[str, list[str]]:

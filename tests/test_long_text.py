@@ -121,8 +121,10 @@ def test_local_files_of_several_kinds(tmp_path):
     shuffled = [[row["text"] for row in long_text.open_documents(str(tmp_path), shuffle_seed=s)] for s in (1, 1, 2)]
     assert shuffled[0] == shuffled[1] != shuffled[2] and sorted(shuffled[2]) == sorted(everything)
     assert [row["text"] for row in long_text.open_documents(str(tmp_path / "a.txt"))] == ["one\ntwo"]
+    assert long_text.about_num_tokens(str(tmp_path / "deep")) == len("three\n\nfour") // 4
     Dataset.from_dict({"text": ["eight"]}).to_parquet(tmp_path / "d.parquet")
     assert [row["text"] for row in long_text.open_documents(str(tmp_path / "d.parquet"))] == ["eight"]
+    assert long_text.about_num_tokens(str(tmp_path)) is None and long_text.about_num_tokens("some/hub") is None
     (tmp_path / "chats.jsonl").write_text(json.dumps(chat(("user", "hi"))) + "\n")
     (row,) = long_text.open_documents(str(tmp_path / "chats.jsonl"))
     assert row == chat(("user", "hi"))

@@ -59,7 +59,7 @@ def test_the_flagship_trains_compares_saves_and_reloads_on_two_ranks(checkpoint,
     assert adapter["base_model_name_or_path"] == str(checkpoint)
 
 
-def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch):
+def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(RECIPES))
     disable_progress_bars()
     import finetune_checkpoint
@@ -68,10 +68,12 @@ def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch):
     turns = [{"role": "user", "content": "one and"}, {"role": "assistant", "content": "another. " * 20}]
     chats.write_text((json.dumps({"messages": turns}) + "\n") * 5)
     output = tmp_path / "model"
+    size = chats.stat().st_size // 4
     finetune_checkpoint.main(
         ["--model", str(checkpoint), "--dataset", str(chats), "--full", "--dtype", "float32", "--seq_len", "64",
-         "--max_steps", "2", "--chunk_size", "16", "--use_cpu", "true", "--output_dir", str(output)]
+         "--max_steps", "9", "--chunk_size", "16", "--use_cpu", "true", "--output_dir", str(output)]
     )  # fmt: skip
+    assert f"tokens: 9 steps of 64 read it about {9 * 64 / size:.1f} times." in capsys.readouterr().out
     trained, before = (LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (output, checkpoint))
     assert trained.keys() == before.keys()
     assert any((trained[name] != before[name]).any() for name in before)
