@@ -5,7 +5,6 @@ and touches no GPU: it writes the `memo-hf plan` command that describes the laun
 """
 
 import argparse
-import difflib
 import os
 import shlex
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import cached_file
 
 from memo_hf import MemoConfig, cli
-from memo_hf.errors import ConfigError, MemoError
+from memo_hf.errors import ConfigError, MemoError, did_you_mean
 from memo_hf.forecasting.models import read_config
 
 OPTIMIZERS = {
@@ -60,8 +59,7 @@ class RecipeParser(HfArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
-            close = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            self.error(f"there is no argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
+            self.error(f"there is no argument {name}{did_you_mean(name, self._option_string_actions)}")
         return options, unknown
 
     def check_model(self, name: str) -> None:

@@ -98,12 +98,12 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
 
 
 MISTAKES = [
-    (["--swap_fracton", "0.5"], "there is no argument --swap_fracton; did you mean --swap_fraction?"),
+    (["--swap_fracton", "0.5"], "there is no argument --swap_fracton (did you mean '--swap_fraction'?)"),
     (["--swap_fraction", "5"], "swap_fraction is 5.0; it must be"),
     (["--seq_len", "4k8"], "--seq_len: cannot read '4k8'"),
     (["--model", "outputs/nowhere"], "--model: there is no folder outputs/nowhere"),
     (["--model", "path/to/nowhere"], "--model: there is no folder path/to/nowhere"),
-    (["--host_memory", "1MiB", "--full"], "Raise host_memory"),
+    (["--host_memory", "1KiB", "--swap_fraction", "1", "--full"], "host memory does not suffice"),
 ]
 
 
