@@ -28,15 +28,15 @@ SETTINGS = {
 
 def tiny_llama(**changes):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **changes,
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(**{**sizes, **changes})
     return LlamaForCausalLM(config)
 
 

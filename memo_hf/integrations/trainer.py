@@ -6,6 +6,7 @@ the loop ends, however it ends, and passes the session's numbers to Trainer's ow
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -19,6 +20,7 @@ from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError, MemoError
 from memo_hf.integrations.accelerate import as_config, enable_under, refuse_conflicts
 from memo_hf.integrations.progress import RunFigures
+from memo_hf.integrations.trl_loss import small_loss_tiles
 from memo_hf.units import format_bytes
 
 # The same switch under the name of today, and under the one that older releases and TRL use.
@@ -74,8 +76,10 @@ class MemoTrainerMixin:
         self._memo_figures = RunFigures(session, self.callback_handler.callbacks)
         self.add_callback(self._memo_figures)
         self._memo_checked, self._memo_phase = False, session.stats.phase
+        tiles = small_loss_tiles(self.args.device.type) if config.chunked_loss else contextlib.nullcontext()
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            with tiles:
+                return super()._inner_training_loop(*args, **kwargs)
         finally:
             self._memo_run_report = session.run_report()
             self.memo_stats, self.memo_report = self._memo_run_report.stats, self._memo_run_report.text()
