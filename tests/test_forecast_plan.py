@@ -388,5 +388,10 @@ def test_layers_that_are_not_described_are_refused(changes):
         intermediate_size=64,
     )
     ModelShape.from_config("like a llama", config)
+    for odd in ({"model_type": None}, {"text_config": "none"}):
+        ModelShape.from_config("odd", {**config, **odd})
+    for odd in ({"num_key_value_heads": "two"}, {"num_experts": "4"}, {"mlp_only_layers": 3}):
+        with pytest.raises(ConfigError, match="has another type than its name"):
+            ModelShape.from_config("odd", {**config, **odd}).kinds(0)
     with pytest.raises(ConfigError, match="whose bytes the forecast does not describe; train without one"):
         ModelShape.from_config("another", {**config, **changes})

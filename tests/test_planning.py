@@ -1,6 +1,7 @@
 """The running session profiles a step, solves for the swap fraction, and reports forecast beside measured."""
 
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_budgets import cgroup2, machine
 from tiny_models import gradients, random_ids, tiny, worst_relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memo_hf
 from memo_hf.errors import HostMemoryError
 from memo_hf.forecasting.running import describe_run
+from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planner.plan import Shape
 from memo_hf.profiler import Profile
 from memo_hf.report.summary import compared
@@ -161,6 +164,20 @@ def test_a_small_host_lowers_the_fraction_and_is_named():
     assert stats.host_reserved_bytes <= 1.5 * 2**20
     assert stats.swap_fraction < 1
     assert stats.peak_host_bytes <= 0.95 * 1.5 * 2**20
+    session.close()
+
+
+def test_a_cgroup_of_its_own_lowers_the_fraction(monkeypatch, tmp_path):
+    """Nothing is set: what the machine's cgroup leaves is the budget, here as tight as the model is small."""
+    free = int(1.5 * 2**20 / 0.9)
+    root = machine(tmp_path, 64, cgroup2(free + 2**30, 2**30))
+    monkeypatch.setattr("memo_hf.session.host_budget_bytes", functools.partial(host_budget_bytes, root=root))
+    session = enabled(chunk_size=64)
+    train(session.model, 512)
+    stats = session.stats
+    assert 0.99 * 1.5 * 2**20 < stats.host_budget_bytes <= 1.5 * 2**20
+    train(session.model, 512)
+    assert session.stats.swap_fraction < 1 and session.stats.host_reserved_bytes <= 1.5 * 2**20
     session.close()
 
 

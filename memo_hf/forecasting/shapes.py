@@ -19,6 +19,8 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocab": ("vocab_size",),
 }
+# Beside those above, and not always there.
+_NUMBERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok decoder_sparse_step".split()
 _UNDESCRIBED = {
     "kv_lora_rank": "multi-head latent attention",
     "ssm_cfg": "state-space layers",
@@ -86,10 +88,24 @@ class ModelShape:
     @classmethod
     def from_config(cls, name: str, config: dict) -> ModelShape:
         """Sizes from the fields of a `config.json`. Raises `ConfigError` for what is missing or not described here."""
+        try:
+            return cls._read(name, config)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"model {name!r}: a field of its configuration has another type than its name: {error}"
+            ) from error
+
+    @classmethod
+    def _read(cls, name: str, config: dict) -> ModelShape:
         inner = config.get("text_config")
         config = inner if isinstance(inner, dict) else config
         if config.get("model_type") in _OTHER_LAYERS:
             raise ConfigError(f"model {name!r} is a {config['model_type']}, {_UNKNOWN_BYTES}")
+        for key in _NUMBERS:
+            if not isinstance(config.get(key), int | None):
+                raise TypeError(f"{key} is {config[key]!r}")
         for key, what in _UNDESCRIBED.items():
             if config.get(key):
                 raise ConfigError(f"model {name!r} has {what} ({key}), {_UNKNOWN_BYTES}")
