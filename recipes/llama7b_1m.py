@@ -8,6 +8,7 @@ A preset is a set of defaults. Every setting of this script, of `transformers.Tr
 `memo_hf.MemoConfig` is also an argument: see `--help`. With `--dry-run` the launch is forecast instead of run.
 """
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass, field
@@ -104,13 +105,17 @@ class PeakMemory(TrainerCallback):
 
     def __init__(self):
         self.peak_bytes = 0
+        self._running = contextlib.ExitStack()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.meter = AllocatorMeter(args.device)
-        self.meter.__enter__()
+        self.meter = self._running.enter_context(AllocatorMeter(args.device))
+
+    def close(self) -> None:
+        """Stop metering, also where a step has failed."""
+        self._running.close()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.meter.__exit__(None, None, None)
+        self.close()
         self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes - self.meter.start_bytes)
 
 
@@ -176,7 +181,8 @@ def main(argv: list[str]) -> None:
     trainer = MemoTrainer(
         model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
     )
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
+    with contextlib.closing(peak):
+        trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
 
     if trainer.is_world_process_zero():
