@@ -1,6 +1,6 @@
 """What the two processes of `test_deepspeed.py` run: every case in turn, with DeepSpeed over gloo on a CPU.
 
-`worker` is the process. It leaves what it found in a file, by name of the case; the tests compare.
+`everything` names the cases; the tests compare what they found.
 """
 
 from __future__ import annotations
@@ -8,21 +8,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import os
-import traceback
 from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import adapters
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from exactness import assert_nothing_on_host
-from peft import LoraConfig, get_peft_model
+from harness.deepspeed_ranks import forget_states
+from harness.ranks import RANKS
 from safetensors import safe_open
 from tiny_models import random_ids, tiny
-from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import memo_hf
@@ -31,7 +30,6 @@ from memo_hf.errors import MemoError
 from memo_hf.layers import loss
 from memo_hf.layers.locate import find_stacks
 
-RANKS = 2
 IDS = random_ids(2 * RANKS, 37)  # two rows for each rank
 MEMO = MemoConfig(swap_fraction=0.5, qkv="rebuild", unswapped_layers=1, chunk_size=32)
 # So large that what a step adds is seen beside the weights, and a power of two, so that it divides out exactly.
@@ -46,12 +44,7 @@ tied = functools.partial(full, tie_word_embeddings=True)
 
 
 def lora():
-    torch.manual_seed(1)
-    model = get_peft_model(full(), LoraConfig(r=4, target_modules="all-linear")).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    return model
+    return adapters.lora(full(), target_modules="all-linear")
 
 
 def mixed():
@@ -91,11 +84,6 @@ CASES = {
     "ZeRO-3, uneven lengths": (full, ds_config(3, **NO_REUSE)),  # case 73
     "ZeRO-3, bf16": (full, ds_config(3, bf16=True)),
 }
-
-
-def forget_states():
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @contextlib.contextmanager
@@ -352,7 +340,8 @@ def refusals(rank):
 
 
 def everything(rank, folder):
-    """(name, function) of all that runs."""
+    """(name, function) of all that runs in the process of `rank`."""
+    loss.default_loss_chunk_tokens = lambda *sizes: 16  # so that these few tokens are several chunks
     for name in CASES:
         for memo in (MEMO, None):
             yield (name, memo is not None), functools.partial(run_case, name, rank, memo)
@@ -364,24 +353,3 @@ def everything(rank, folder):
     for stage in (2, 3):
         yield ("Trainer", stage), functools.partial(by_trainer, stage, folder)
         yield ("resume", stage), functools.partial(resumed_by_trainer, stage, folder)
-
-
-def worker(rank, port, folder):
-    """Run everything as one of `RANKS` processes and save what was found, or the error, in `folder`."""
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    communication = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None  # or it would be compiled, for 20 seconds
-    loss.default_loss_chunk_tokens = lambda *sizes: 16  # so that these few tokens are several chunks
-    found = {}
-    for name, function in everything(rank, folder):
-        try:
-            found[name] = function()
-        except Exception as error:  # which its own test shows; ranks fail alike
-            found[name] = RuntimeError(f"{error}\n{traceback.format_exc()}")
-            forget_states()
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()

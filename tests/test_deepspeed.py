@@ -6,13 +6,14 @@ file; the tests compare.
 
 import importlib.util
 import re
-import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed_cases import CASES, RANKS, full, own_rows, worker
+from deepspeed_cases import CASES, RANKS, everything, full, own_rows
 from exactness import assert_close, gradients_of, language_loss
+from harness.deepspeed_ranks import run_with_deepspeed
+from harness.ranks import result
 from torch import nn
 
 import memo_hf
@@ -29,19 +30,7 @@ pytestmark = [
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     full().save_pretrained(folder / "model")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
-
-
-def found_by(ranks, name):
-    """What each rank found; raises the error of one that failed."""
-    for found in ranks:
-        if isinstance(found[name], Exception):
-            raise found[name]
-    return [found[name] for found in ranks]
+    return run_with_deepspeed(everything, folder)
 
 
 def joint_gradients(make=full, case=""):
@@ -55,9 +44,9 @@ def joint_gradients(make=full, case=""):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_equal_one(ranks, name):
-    ours, others = (found["change"] for found in found_by(ranks, (name, True)))
+    ours, others = (found["change"] for found in result(ranks, (name, True)))
     assert all(torch.equal(ours[n], others[n]) for n in ours)  # reduced
-    control, joint = found_by(ranks, (name, False))[0]["change"], joint_gradients(CASES[name][0], name)
+    control, joint = result(ranks, (name, False))[0]["change"], joint_gradients(CASES[name][0], name)
     assert_close(control, joint, 2e-2 if "bf16" in name else 1e-5)
     assert_close(ours, joint, 2e-2 if "bf16" in name else 1e-5)
     assert_close(ours, control, 2e-2 if "bf16" in name else 1e-5)
@@ -66,7 +55,7 @@ def test_two_processes_equal_one(ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_no_collective_beyond_those_of_the_engine(ranks, name):
     """With layers as leaf modules in both runs. Nothing is reused where ZeRO-3 is told so, and each gather counts."""
-    for ours, control in zip(found_by(ranks, (name, True)), found_by(ranks, (name, False)), strict=True):
+    for ours, control in zip(result(ranks, (name, True)), result(ranks, (name, False)), strict=True):
         ours, control = ours["calls"], control["calls"]
         if "ZeRO-3, LoRA" in name:  # memo_hf lets the layers' inputs need gradients, and not the embeddings' output
             assert ours.keys() == control.keys() and all(ours[call] <= control[call] for call in control)
@@ -76,38 +65,38 @@ def test_no_collective_beyond_those_of_the_engine(ranks, name):
 
 
 def test_initialize_without_accelerate(ranks):
-    assert_close(found_by(ranks, "initialize")[0], joint_gradients())
+    assert_close(result(ranks, "initialize")[0], joint_gradients())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer(ranks, stage):
     """ZeRO-3 has partitioned the model while `from_pretrained` loaded it."""
-    assert_close(found_by(ranks, ("Trainer", stage))[0], joint_gradients())
+    assert_close(result(ranks, ("Trainer", stage))[0], joint_gradients())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer_resumes(ranks, stage):
-    found = found_by(ranks, ("resume", stage))[0]
+    found = result(ranks, ("resume", stage))[0]
     assert len(found["uninterrupted"]) == 4 and found["resumed"] == found["uninterrupted"]
     assert found["resumed without"] == pytest.approx(found["uninterrupted"], rel=1e-5)
     assert found["names"] == sorted(full().state_dict())  # case 87
 
 
 def test_a_saved_state_is_loaded(ranks):
-    for found in found_by(ranks, "state"):
+    for found in result(ranks, "state"):
         assert len(found["saves"]) == 2 and found["resumes"] == found["saves"]
         assert found["resumes without"] == pytest.approx(found["saves"], rel=1e-5)
 
 
 def test_plans_count_what_a_rank_holds(ranks):
     num_bytes = sum(p.nbytes for p in full().parameters())
-    for found in found_by(ranks, "planned"):
+    for found in result(ranks, "planned"):
         assert found["static"] == num_bytes / RANKS and found["fraction"] > 0
 
 
 def test_the_offloaded_optimizer_is_off_the_host_budget(ranks):
     # case 94
-    for found in found_by(ranks, "offloaded"):
+    for found in result(ranks, "offloaded"):
         assert found["held"] == 16 * sum(p.numel() for p in full().parameters()) / RANKS
         assert found["budget"] == 2**30 / RANKS - found["held"]
 
@@ -121,7 +110,7 @@ def test_the_offloaded_optimizer_is_off_the_host_budget(ranks):
     ],
 )
 def test_refusals(ranks, refused, words):
-    assert re.match(words, found_by(ranks, "refusals")[0][refused])
+    assert re.match(words, result(ranks, "refusals")[0][refused])
 
 
 def offloading(monkeypatch, **zero_optimization):

@@ -176,7 +176,7 @@ def test_how_much_is_computed_again(settings, again):  # case 69
     with FlopCounterMode(display=False) as counter:
         gradients(model, IDS)
     counts = counter.get_flop_counts()["Global"]
-    # Batched products are left out: in transformers before 5.18 the rotary table is one.
+    # Batched products are left out: in transformers 5.17 the rotary table is one.
     products = sum(flops for operation, flops in counts.items() if str(operation) in ("aten.mm", "aten.addmm"))
     assert products == PLAIN + again, (products - PLAIN) / AGAIN
 

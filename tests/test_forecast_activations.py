@@ -101,7 +101,7 @@ def test_bytes_per_token_are_what_autograd_saves(model_type, config, targets, dt
     per_token = token_bytes(shape, kind, training)
     total = per_token.input + per_token.output + per_token.logsumexp + per_token.qkv + per_token.others
     constant = 4 * shape.num_experts if kind.is_moe else 0  # where each expert's tokens end
-    masks = config.get("num_experts_per_tok", 0) * TOKENS  # a byte each, in transformers before 5.18
+    masks = config.get("num_experts_per_tok", 0) * TOKENS  # a byte each, in transformers 5.17
     assert counted - total * TOKENS - constant in (0, masks)
 
 

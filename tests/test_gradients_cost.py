@@ -116,7 +116,7 @@ def flops(loss):
 
 
 def products(found):
-    # Batched ones are left out: in transformers before 5.18 the rotary table is one.
+    # Batched ones are left out: in transformers 5.17 the rotary table is one.
     return sum(count for operation, count in found.items() if str(operation) in ("aten.mm", "aten.addmm"))
 
 

@@ -8,11 +8,11 @@ import contextlib
 import functools
 from collections import Counter
 
+import adapters
 import pytest
 import torch
 from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of, language_loss
 from harness.ranks import RANKS, counted_collectives, result, run_on_ranks
-from peft import LoraConfig, get_peft_model
 from tiny_models import random_ids, tiny
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -33,12 +33,7 @@ def full(**changes):
 
 
 def lora():
-    torch.manual_seed(1)
-    model = get_peft_model(full(), LoraConfig(r=4, target_modules="all-linear")).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    return model
+    return adapters.lora(full(), target_modules="all-linear")
 
 
 def with_unused_head(make=full):

@@ -7,19 +7,16 @@ process that has the whole sequence.
 import contextlib
 import copy
 import functools
-import gc
 import importlib.util
 import os
 import re
-import socket
-import sys
-import traceback
 from unittest import mock
 
+import adapters
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import (
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
@@ -28,7 +25,8 @@ from accelerate.utils import (
     ParallelismConfig,
 )
 from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of, relative_errors
-from peft import LoraConfig, get_peft_model
+from harness.deepspeed_ranks import forget_states, run_with_deepspeed
+from harness.ranks import RANKS, result
 from tiny_models import random_ids, tiny
 from torch import nn
 from torch.nn.functional import pad
@@ -48,7 +46,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-RANKS, TOKENS, PROMPT = 2, 48, 30
+TOKENS, PROMPT = 48, 30
 MEMO = MemoConfig(swap_fraction=0.5, unswapped_layers=1, chunk_size=8)
 PACKED = torch.cat([torch.arange(20), torch.arange(17), torch.arange(11)])[None]
 LR = 2.0**12  # so large that a step is seen beside the weights, and divides out exactly
@@ -59,12 +57,7 @@ def llama(**changes):
 
 
 def lora():
-    torch.manual_seed(1)
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear")).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    return model
+    return adapters.lora(llama(), target_modules="all-linear")
 
 
 def as_bf16():
@@ -307,12 +300,6 @@ def sinks(rank):
     return per_head.grad, expected
 
 
-def forget_states():
-    gc.collect()  # or a trainer of before may still have models made in parts, as ZeRO-3 wants them
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 def ds_config(stage):
     leaf = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": ["LlamaDecoderLayer"]}}
     return {
@@ -397,7 +384,10 @@ def by_trainer(rank, stage, memo, folder):
 
 
 def everything(rank, folder):
-    """(name, function) of all that runs."""
+    """(name, function) of all that runs in the process of `rank`."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
     for name in CASES:
         yield name, functools.partial(by_hand, rank, name)
     yield "layer mode", functools.partial(enabled_once_it_is_registered, rank)
@@ -419,42 +409,9 @@ def everything(rank, folder):
             yield ("Trainer", stage, memo), functools.partial(by_trainer, rank, stage, memo, folder)
 
 
-def worker(rank, port, folder):
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    import deepspeed.comm.torch
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # or it would be compiled, for 20 seconds
-    deepspeed.init_distributed("gloo", verbose=False)
-    found = {}
-    for name, function in everything(rank, folder):
-        try:
-            found[name] = function()
-        except Exception as error:  # which its own test shows; ranks fail alike
-            found[name] = RuntimeError(f"{error}\n{traceback.format_exc()}")
-        torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
-
-
-def found_by(ranks, name):
-    """What each rank found."""
-    for found in ranks:
-        if isinstance(found[name], Exception):
-            raise found[name]
-    return [found[name] for found in ranks]
+    return run_with_deepspeed(everything, tmp_path_factory.mktemp("ranks"))
 
 
 def alone(name="llama"):
@@ -472,14 +429,14 @@ def assert_equal(ours, theirs, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(ranks, name):
-    ours, others = found_by(ranks, name)
+    ours, others = result(ranks, name)
     assert all(torch.equal(ours[n], others[n]) for n in ours)
     assert_equal(ours, alone(name), 5e-2 if name == "bf16" else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["layer mode", "backward twice"])
 def test_other_ways_of_one_step(ranks, name):
-    assert_equal(found_by(ranks, name)[0], alone())
+    assert_equal(result(ranks, name)[0], alone())
 
 
 def test_bf16_is_as_close_to_fp32_as_without(ranks):
@@ -488,13 +445,13 @@ def test_bf16_is_as_close_to_fp32_as_without(ranks):
     expected = gradients_of(model, loss_of(model, {**batch, "use_cache": False}, count_of(batch)))
     errors = [
         sum(relative_errors({**g, "random state": None}, expected).values())
-        for g in (found_by(ranks, "bf16")[0], alone("bf16"))
+        for g in (result(ranks, "bf16")[0], alone("bf16"))
     ]
     assert errors[0] <= 1.2 * errors[1], errors
 
 
 def test_no_collective_beyond_plain_ulysses(ranks):  # case 81
-    for ours, plain in zip(found_by(ranks, ("calls", True)), found_by(ranks, ("calls", False)), strict=True):
+    for ours, plain in zip(result(ranks, ("calls", True)), result(ranks, ("calls", False)), strict=True):
         assert ours["all_to_all_single"] == plain["all_to_all_single"] == 3 * 8
         assert ours["all_gather"] == 2 <= plain["all_gather"]  # once for all layers: shapes, then position_ids
         # One number for each token and head rides along.
@@ -502,14 +459,14 @@ def test_no_collective_beyond_plain_ulysses(ranks):  # case 81
 
 
 def test_forecast_of_swapped_bytes(ranks):
-    for found in found_by(ranks, "bytes"):
+    for found in result(ranks, "bytes"):
         assert all(forecast == swapped > 0 for forecast, swapped in found.values()), found
 
 
 def test_plan_of_a_rank(ranks):
     """Input, output with logsumexp, and q, k, v: of its tokens, or of all tokens and its heads, which is as much."""
     tokens, heads, kv_heads, width = TOKENS // RANKS, 4, 2, 8
-    one, other = found_by(ranks, "solved")
+    one, other = result(ranks, "solved")
     assert one == other and one["treatment"] == "swap"
     assert one["input"] == 4 * tokens * heads * width
     assert one["output"] == 4 * tokens * heads * (width + 1)
@@ -517,12 +474,12 @@ def test_plan_of_a_rank(ranks):
 
 
 def test_memory_of_two_ranks(ranks):
-    (one,), two = found_by(ranks[:1], ("peak", 1)), found_by(ranks, ("peak", RANKS))
+    (one,), two = result(ranks[:1], ("peak", 1)), result(ranks, ("peak", RANKS))
     assert max(two) <= 0.55 * one, (one, two)
 
 
 def test_sinks_are_dealt_out_with_the_heads(ranks):
-    for ours, theirs in found_by(ranks, "sinks"):
+    for ours, theirs in result(ranks, "sinks"):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -532,7 +489,7 @@ def test_sinks_are_dealt_out_with_the_heads(ranks):
 )
 def test_engines(ranks, through, stage, memo):  # case 83
     """DeepSpeed sums the gradients of a sequence's ranks below stage 3, so they are too large by their number."""
-    ours, _ = found_by(ranks, (through, stage, memo))
+    ours, _ = result(ranks, (through, stage, memo))
     model, row = llama(), {name: tensor[None] for name, tensor in rows()[0].items()}
     expected = gradients_of(model, lambda: model(**row).loss)
     factor = RANKS if stage < 3 else 1
@@ -552,7 +509,7 @@ def test_engines(ranks, through, stage, memo):  # case 83
     ],
 )
 def test_refusals(ranks, name, message):
-    for found in found_by(ranks, "refusals"):
+    for found in result(ranks, "refusals"):
         assert re.search(message, found[name]), found[name]
 
 

@@ -1,0 +1,57 @@
+"""Two real processes over gloo in which DeepSpeed runs, on its own: ZeRO-3 changes torch for the whole process.
+
+A test module names what is to run; `run_with_deepspeed` returns what each case gave or raised.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from harness.ranks import RANKS, forget_accelerate
+
+Cases = Callable[[int, Path], Iterator[tuple[object, Callable[[], object]]]]
+
+
+def run_with_deepspeed(cases: Cases, folder: Path) -> list[dict]:
+    """For each rank, by name of the case, what it returned, or the exception that it raised.
+
+    Args:
+        cases: of a module, asked in each process with its rank and `folder` for (name, function) of all that runs.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_work, (cases, port, folder), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+def forget_states() -> None:
+    """As `forget_accelerate`; a trainer of before, not collected yet, would have models made in parts for ZeRO-3."""
+    gc.collect()
+    forget_accelerate()
+
+
+def _work(rank: int, cases: Cases, port: int, folder: Path) -> None:
+    os.environ |= dict(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    # Or it would be compiled, for 20 seconds. Imported by name: DeepSpeed has another thing called torch there.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    found = {}
+    for name, function in cases(rank, folder):
+        try:
+            found[name] = function()
+        except Exception as error:  # which its own test shows; ranks fail alike
+            found[name] = RuntimeError(f"{error}\n{traceback.format_exc()}")
+            forget_states()
+    torch.save(found, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
