@@ -271,6 +271,8 @@ class _Tokenwise(torch.autograd.Function):
                 "Trying to backward through the graph of a memo_hf layer a second time; its activations were freed. "
                 "Specify retain_graph=True in the first backward call."
             )
+        if None in node.graphs:
+            node.require_same_parameters()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         node.before_backward()
         gradients, passed = (gradients[:-1], gradients[-1]) if node.passes_input else (gradients, None)
@@ -305,7 +307,6 @@ def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep
     """Gradients of one chunk: of the inputs' tokens, then of the parameters; None where there is none."""
     chunk, graph = node.chunks[index], node.graphs[index]
     if graph is None:
-        node.require_same_parameters()
         cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
         counted = _SavedBytes(inputs) if node.count_saved is not None and index == 0 else None
         hooks = contextlib.nullcontext() if counted is None else _SavedTensors(node, counted).hooks()
