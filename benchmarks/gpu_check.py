@@ -1,111 +1,120 @@
-"""What only a GPU can show, in under 8 minutes on one of 80 to 140 GB.
+"""What only a GPU can show, part by part, each in a process of its own: what one loses leaves the others alone.
 
-    python benchmarks/gpu_check.py                 on a CUDA device; writes benchmarks/results/gpu_check.json
-    python benchmarks/gpu_check.py --device cpu    the same code at toy sizes, so that it is known to run
+    python benchmarks/gpu_check.py                               all parts, on a GPU of 80 to 140 GB, in 8 minutes
+    python benchmarks/gpu_check.py --parts gradients,allocator   some of them
+    python benchmarks/gpu_check.py --device cpu                  the same code at toy sizes, so that it is known to run
 
-1. Gradients on the device against the plain run, fp32 and bf16, full and LoRA, swap fractions 0, 0.5 and 1.
-2. Peak bytes and step time of a Llama of 8B width (hidden 4,096, 32 heads, 8 key/value heads, intermediate 14,336,
-   vocabulary 128,256, bf16) with 4 layers at 32K, 128K and 256K tokens: memo_hf beside activation checkpointing, the
-   same with offload, and selective checkpointing.
-3. MFU: 6 x parameters x tokens + 6 x layers x hidden x tokens^2 floating-point operations a step (attention counted
-   causal, recomputation not counted, parameters without the embedding), over the device's dense bf16 peak.
-4. How much of the copies runs while kernels run, from the profiler's device events.
-5. QLoRA's gradients on bitsandbytes' 4-bit weights against the plain run, where bitsandbytes is installed.
-6. What `memo-hf doctor` finds: link bandwidth each way, whether pinning works, a training step.
+gradients     against the plain run, fp32 and bf16, full and LoRA, several families, swap fractions 0, 0.5 and 1
+qlora         the same on bitsandbytes' 4-bit weights, where bitsandbytes is installed
+doctor        what `memo-hf doctor` finds: link bandwidth each way, whether pinning works, a training step
+planned, stock, expandable    training under memo_hf's planned allocator, torch's own, and that with
+              expandable_segments: losses, peak and reserved bytes, step time
+steps         peak bytes, step time and MFU of a Llama of 8B width beside checkpointing (`gpu_steps.py`), the share of
+              copies that runs while kernels run, and the forecast beside what was measured
 
-An alternative that runs out of memory is recorded as such. The model has 1.9 billion parameters with its embedding and
-head, so that weights and gradients take 8 GB.
+Writes benchmarks/results/gpu_check.json, each part as soon as it ends. Exits with 1 where a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import logging
+import subprocess
+import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
-from bench_step import ALTERNATIVES, describe, measure, step
+from bench_step import describe
+from gpu_steps import compare_steps
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import memo_hf
 from memo_hf.diagnosis import examine
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}  # dense bf16
-COMPARED = [
-    "activation checkpointing",
-    "activation checkpointing with offload",
-    "selective checkpointing",
-    "memo_hf",
-]
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=1024, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "qwen3": dict(head_dim=64),
+    "mistral": dict(sliding_window=300),
+    "gemma2": dict(head_dim=64, sliding_window=300),
+    "qwen3_moe": dict(head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
+}
 
 
-def make_model(device, dtype, *, small: bool, num_layers: int, num_tokens: int) -> LlamaForCausalLM:
+def small_model(family: str, dtype: torch.dtype, device: torch.device):
     torch.manual_seed(0)
-    sizes = (
-        dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
-        if small
-        else dict(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            vocab_size=128_256,
-        )
-    )
-    config = LlamaConfig(**sizes, num_hidden_layers=num_layers, max_position_embeddings=num_tokens)
-    with torch.device(device):
-        torch.set_default_dtype(dtype)
-        try:
-            return LlamaForCausalLM(config).train()
-        finally:
-            torch.set_default_dtype(torch.float32)
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).train()
 
 
-def gradients(model, ids) -> dict[str, torch.Tensor]:
+def gradients(model, inputs: dict) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
-def compare_gradients(model, ids, limit: float, **about) -> list[dict]:
-    """Gradients at several swap fractions against the plain run's."""
-    plain, rows = gradients(model, ids), []
-    for fraction in (0.0, 0.5, 1.0):
-        memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=fraction, chunk_size=500))
-        ours = gradients(model, ids)
+def compare_gradients(model, inputs: dict, limit: float, **about) -> list[dict]:
+    """Worst relative error of any parameter's gradient at several swap fractions, beside a second plain run's."""
+    plain, again = gradients(model, inputs), gradients(model, inputs)
+    rows = [dict(**about, swap_fraction="plain again", error=worst(again, plain), passed=True)]
+    for fraction in (0.0, 0.5, 1.0, None):
+        memo_hf.enable(model, memo_hf.MemoConfig(swap_fraction=fraction, chunk_size=500, unswapped_layers=1))
+        for _ in range(2):  # with None the first pass is measured and the second planned
+            ours = gradients(model, inputs)
         memo_hf.disable(model)
-        error = max(((ours[n] - plain[n]).norm() / plain[n].norm().clamp_min(1e-30)).item() for n in plain)
-        passed = ours.keys() == plain.keys() and error <= limit
-        rows.append(dict(**about, swap_fraction=fraction, error=error, passed=passed))
-        print(f"gradients {about} fraction={fraction}: {error:.1e} {'ok' if passed else 'WRONG'}", flush=True)
+        error = worst(ours, plain)
+        rows.append(dict(**about, swap_fraction=fraction, error=error, passed=error <= limit))
+    for row in rows:
+        print("gradients", *row.values(), flush=True)
     return rows
 
 
-def check_gradients(device) -> list[dict]:
-    """Worst relative error of any parameter's gradient. bf16 is held against the plain bf16 run, rounding included."""
+def worst(ours: dict, theirs: dict) -> float:
+    if ours.keys() != theirs.keys():
+        return float("inf")
+    return max(((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp_min(1e-30)).item() for n in theirs)
+
+
+def small_inputs(device: torch.device, **more) -> dict:
+    return {"input_ids": torch.randint(3, 1024, (1, 1024 if device.type == "cpu" else 4096), device=device), **more}
+
+
+def check_gradients(device: torch.device) -> list[dict]:
+    """bf16 is held against the plain bf16 run, rounding of both included."""
     rows = []
     for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        for lora in (False, True):
-            model = make_model(device, dtype, small=True, num_layers=4, num_tokens=4096)
-            if lora:
-                model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-            ids = torch.randint(0, 1024, (1, 1024 if device.type == "cpu" else 4096), device=device)
-            rows += compare_gradients(model, ids, limit, dtype=str(dtype), lora=lora)
+        for family in FAMILIES:
+            inputs = small_inputs(device)
+            rows += compare_gradients(small_model(family, dtype, device), inputs, limit, dtype=str(dtype), what=family)
+        model = small_model("llama", dtype, device)
+        length = inputs["input_ids"].shape[1]
+        documents = torch.cat([torch.arange(end) for end in (length // 4, length // 2, length // 4)]).to(device)[None]
+        inputs = small_inputs(device, position_ids=documents)
+        rows += compare_gradients(model, inputs, limit, dtype=str(dtype), what="llama, packed documents")
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+        rows += compare_gradients(model, small_inputs(device), limit, dtype=str(dtype), what="llama, LoRA")
     return rows
 
 
-def check_qlora(device) -> list[dict]:
+def check_qlora(device: torch.device) -> list[dict]:
     """As `check_gradients`, on 4-bit weights as QLoRA has them."""
     try:
         import bitsandbytes
     except ImportError:
         print("QLoRA skipped: bitsandbytes is not installed (pip install bitsandbytes)")
         return []
-    model = make_model(torch.device("cpu"), torch.bfloat16, small=True, num_layers=4, num_tokens=4096)
+    model = small_model("llama", torch.bfloat16, torch.device("cpu"))
     for layer in model.model.layers:
         for name, module in list(layer.named_modules()):
             if isinstance(module, torch.nn.Linear):
@@ -116,97 +125,68 @@ def check_qlora(device) -> list[dict]:
                 layer.set_submodule(name, made)
     model.to(device)
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train()
-    ids = torch.randint(0, 1024, (1, 1024 if device.type == "cpu" else 4096), device=device)
-    return compare_gradients(model, ids, 5e-2, dtype="4-bit", lora=True)
+    return compare_gradients(model, small_inputs(device), 5e-2, dtype="4-bit", what="llama, QLoRA")
 
 
-def model_flops(model, num_tokens: int) -> float:
-    config = model.config
-    counted = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * num_tokens**2
-    return 6 * counted * num_tokens + 6 * attention
+def check_doctor(device: torch.device) -> dict:
+    found = examine()
+    print(json.dumps(found, indent=1))
+    return found
 
 
-def compare(model, num_tokens: int, device, peak_flops: float | None, repeats: int) -> list[dict]:
-    ids = torch.randint(0, model.config.vocab_size, (1, num_tokens), device=device)
-    rows = []
-    for name in COMPARED:
-        row = {"tokens": num_tokens, "alternative": name}
-        try:
-            row["peak_bytes"], _ = measure(model, ids, False, name, memory=True)  # also the warm-up
-            times = [measure(model, ids, False, name, memory=False)[1] for _ in range(repeats)]
-            row["step_seconds"] = sorted(times)[len(times) // 2]
-            if peak_flops:
-                row["mfu"] = model_flops(model, num_tokens) / row["step_seconds"] / peak_flops
-        except torch.OutOfMemoryError:
-            row["out_of_memory"] = True
-            model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    return rows
+PARTS = {
+    "gradients": (check_gradients, 90),
+    "qlora": (check_qlora, 40),
+    "doctor": (check_doctor, 40),
+    "steps": (compare_steps, 360),
+}
 
 
-def overlap(model, num_tokens: int, device) -> dict:
-    """Seconds of copies each way in one step, and the share of them that runs while a kernel runs."""
-    ids = torch.randint(0, model.config.vocab_size, (1, num_tokens), device=device)
-    with ALTERNATIVES["memo_hf"](model):
-        step(model, ids, False)
-        model.zero_grad(set_to_none=True)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            step(model, ids, False)
-            torch.cuda.synchronize(device)
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = merged([e for e in events if not e.name.startswith(("Memcpy", "Memset"))])
-    result = {"tokens": num_tokens}
-    for direction in ("DtoH", "HtoD"):
-        copies = merged([e for e in events if e.name.startswith(f"Memcpy {direction}")])
-        total = sum(stop - start for start, stop in copies)
-        hidden = sum(max(0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
-        result[direction] = {"seconds": total / 1e6, "share_hidden": hidden / total if total else None}
-    return result
-
-
-def merged(events) -> list[tuple[float, float]]:
-    """Disjoint intervals in microseconds that the events cover."""
-    intervals: list[tuple[float, float]] = []
-    for start, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
-        if intervals and start <= intervals[-1][1]:
-            intervals[-1] = (intervals[-1][0], max(stop, intervals[-1][1]))
-        else:
-            intervals.append((start, stop))
-    return intervals
+def run_part(name: str, device: torch.device, output: Path, steps_seconds: float) -> None:
+    began = time.perf_counter()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    faulthandler.dump_traceback_later(PARTS[name][1] - 2)  # where it hangs
+    try:
+        result = {"found": PARTS[name][0](device, *([steps_seconds] if name == "steps" else []))}
+    except Exception:
+        result = {"error": traceback.format_exc()}
+        traceback.print_exc()
+    output.write_text(json.dumps({**result, "seconds": time.perf_counter() - began}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/gpu_check.json"))
-    parser.add_argument("--budget-seconds", type=float, default=420, help="no new measurement is begun after this")
+    parser.add_argument("--seconds", type=float, default=260, help="no case of `steps` is begun after these")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # the part that this process runs
     arguments = parser.parse_args()
-    device, begun = torch.device(arguments.device), time.perf_counter()
-    small = device.type == "cpu"
-    name = "cpu" if small else torch.cuda.get_device_name(device)
-    peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-
-    result = {"gradients": check_gradients(device) + check_qlora(device), "steps": [], "overlap": []}
-    result["doctor"] = examine()
-    lengths = [2048] if small else [2**15, 2**17, 2**18]
-    dtype = torch.float32 if small else torch.bfloat16
-    model = make_model(device, dtype, small=small, num_layers=4, num_tokens=max(lengths))
-    for num_tokens in lengths:
-        if time.perf_counter() - begun > arguments.budget_seconds:
-            print(f"{num_tokens} tokens skipped: {arguments.budget_seconds:.0f} s are over")
-            continue
-        result["steps"] += compare(model, num_tokens, device, peak_flops, repeats=3 if num_tokens < 2**17 else 1)
-        if not small:
-            result["overlap"].append(overlap(model, num_tokens, device))
-            print(json.dumps(result["overlap"][-1]), flush=True)
-    result["about"] = {**describe(device), "seconds": time.perf_counter() - begun}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.device(arguments.device)
+    if arguments.one:
+        run_part(arguments.one, device, arguments.output, arguments.seconds)
+        return
+    result: dict = {"parts": {}}
+    for name in arguments.parts.split(","):
+        print(f"\n=== {name}", flush=True)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, __file__, "--one", name, "--device", arguments.device, "--output", file.name]
+            command += ["--seconds", str(arguments.seconds)]
+            try:
+                code = subprocess.run(command, timeout=PARTS[name][1]).returncode
+            except subprocess.TimeoutExpired:
+                code = f"{PARTS[name][1]} s are over"
+            text = Path(file.name).read_text()
+        result["parts"][name] = json.loads(text) if text else {"error": f"the process ended with {code}"}
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    result["about"] = describe(device)
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    if not all(row["passed"] for row in result["gradients"]):
-        raise SystemExit("gradients are wrong on this device")
+    failed = [name for name, part in result["parts"].items() if "error" in part]
+    rows = [row for name in ("gradients", "qlora") for row in result["parts"].get(name, {}).get("found", [])]
+    failed += [f"gradients: {row}" for row in rows if not row["passed"]]
+    print("\n" + ("\n".join(["FAILED:", *failed]) if failed else "all parts ran, all gradients are right"))
+    raise SystemExit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def _link(missing: _Missing) -> list[dict]:
         return [_row("bandwidth", "not measurable: there is no GPU, and host and device are one memory")]
     rows = [_pinning(missing)]
     device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=rows[0]["pinned"])
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=rows[0]["pinned"])
     for name, target, source in (("to host", host, device), ("to device", device, host)):
         rate = _COPY_BYTES / _copy_seconds(target, source)
         rows.append(_row(name, f"{rate / 1e9:.1f} GB/s", bytes_per_second=rate))
@@ -166,7 +166,7 @@ def _pinning(missing: _Missing) -> dict:
     from memo_hf.errors import MemoError
     from memo_hf.swap.cuda_streams import CudaStreams
 
-    streams, buffer = CudaStreams(torch.device("cuda", 0)), torch.empty(_PIN_BYTES, dtype=torch.uint8)
+    streams, buffer = CudaStreams(torch.device("cuda", 0)), torch.empty(_PIN_BYTES, dtype=torch.uint8, device="cpu")
     try:
         streams.pin(buffer)
     except MemoError as error:

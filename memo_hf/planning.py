@@ -154,6 +154,7 @@ class Planner:
             return chosen
         else:
             self.plan = self._plan_for(shape)
+            engine.reserve(int(self.plan.host_bytes))
             self.choice, self.is_measuring = self._as_choice(self.plan), False
         return self.choice
 

@@ -244,7 +244,7 @@ class Session:
         return self._offload.num_bytes() if self.config.host_memory_bytes is not None else self._offload.bytes_to_come()
 
     def require_host(self, num_bytes_per_layer: int, num_layers: int) -> None:
-        """Raise `HostMemoryError` where what every swapped layer needs at least exceeds the budget."""
+        """Have ready what every swapped layer needs at least; raise `HostMemoryError` where it exceeds the budget."""
         needed = num_bytes_per_layer * num_layers
         share = self.joint.host_share
         whose = "this rank's budget" if share is None else f"the budget of rank {share.rank}, the least of all,"
@@ -255,6 +255,7 @@ class Session:
                 f"and {whose} is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
                 "Raise MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
+        self._engine.reserve(needed)
 
     def begin_pass(self, stack: Stack, device: torch.device) -> None:
         """A training forward pass of `stack` begins, which may be too short to gain.

@@ -96,7 +96,8 @@ def tiny(family: str, *, seed: int = 0, **changes):
 
 def random_ids(batch_size: int, num_tokens: int, *, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 128, (batch_size, num_tokens), generator=generator)
+    ids = torch.randint(3, 128, (batch_size, num_tokens), generator=generator, device="cpu")
+    return ids.to(torch.get_default_device())
 
 
 def gradients(model, ids: torch.Tensor, **inputs) -> dict[str, torch.Tensor]:

@@ -149,7 +149,7 @@ def _flash_calls(query, sight, block):
 def _additive(hidden, dtype):
     if hidden is None:
         return None
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _covers(calls, query):

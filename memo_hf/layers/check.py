@@ -485,7 +485,7 @@ class _Trial:
         with substituted(owners, stand_ins):
             output = runner.finish_again(self._call(self.ours, inputs[0]), *inputs, 0, _TOKENS, fill=float("nan"))
         found = torch.autograd.grad(output, [*inputs, *stand_ins], torch.ones_like(output), allow_unused=True)
-        return [torch.zeros(()) if gradient is None else gradient for gradient in found]
+        return [torch.zeros((), device=output.device) if gradient is None else gradient for gradient in found]
 
     def _attend(self, parts: list[Tensor]) -> Tensor:
         role = Project()

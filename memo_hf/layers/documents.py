@@ -78,7 +78,7 @@ def find_documents(
         device = next((tensor.device for tensor in (keep, restarts, cu_seqlens) if tensor is not None), None)
     keep_host, restarts_host = _to_host(keep, restarts)
     if keep_host is None:
-        keep_host = torch.ones(batch, seq_len, dtype=torch.bool)
+        keep_host = torch.ones(batch, seq_len, dtype=torch.bool, device="cpu")
     has_padding = not bool(keep_host.all())
     if cu_seqlens is not None:
         restarts_host = _marks(cu_seqlens, batch, seq_len)
@@ -94,7 +94,7 @@ def find_documents(
         spans=spans,
         padding_mask=keep.to(device) if has_padding else None,
         has_holes=has_holes,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device or "cpu"),
         max_length=max(stop - start for start, stop in pairwise(bounds)),
     )
 
@@ -143,7 +143,7 @@ def _marks(cu_seqlens, batch, seq_len):
             f"cu_seq_lens runs from {int(starts.min())} to {int(starts.max())}; the batch has {total} tokens. "
             "Pass the bounds of the documents of this batch"
         )
-    marks = torch.zeros(total + 1, dtype=torch.bool)
+    marks = torch.zeros(total + 1, dtype=torch.bool, device="cpu")
     marks[starts] = True
     return marks[:-1].view(batch, seq_len)
 

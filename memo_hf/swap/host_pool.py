@@ -11,6 +11,7 @@ stay near the peak payload where caching allocators take up to twice as much (ca
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import warnings
 from bisect import bisect_left, insort
@@ -35,6 +36,8 @@ class _Slab:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A forked data loader would otherwise get a second copy of every page that is written after the fork.
         mapping.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self.serial, self.size, self.pinned = serial, size, False
         self.bytes: Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -105,9 +108,19 @@ class HostPool:
         if self.reserved_bytes + size > self.budget_bytes:
             raise HostMemoryError(self._shortage(nbytes, "that is over the budget"))
         try:
-            slab = _Slab(self.num_slabs_made, size)
+            self._map(size)
         except OSError as failure:
             raise HostMemoryError(self._shortage(nbytes, f"the system refused to map it ({failure})")) from failure
+
+    def reserve(self, nbytes: int) -> None:
+        """Map, and pin, until `nbytes` are reserved. Does nothing where the budget or the system has no more."""
+        size = _round_up(nbytes - self.reserved_bytes, mmap.PAGESIZE)
+        if 0 < size <= self.budget_bytes - self.reserved_bytes:
+            with contextlib.suppress(OSError):
+                self._map(size)
+
+    def _map(self, size: int) -> None:
+        slab = _Slab(self.num_slabs_made, size)
         self._pin_slab(slab)
         self.num_slabs_made += 1
         self.reserved_bytes += size
