@@ -168,7 +168,7 @@ class PatchedStack:
     def _step(self, batch_size: int, num_tokens: int, device: torch.device, kwargs: dict) -> Step:
         session, config = self._session, self._session.config
         engine = session.engine(device)
-        chunk_size = config.chunk_size or default_chunk_tokens(batch_size * num_tokens)
+        chunk_size = config.chunk_size or default_chunk_tokens(batch_size * num_tokens, device.type)
         chunk_tokens = min(max(1, chunk_size // batch_size), num_tokens)
         session.begin_forward(self._stack, engine, chunk_tokens * batch_size, (batch_size, num_tokens))
         implementation = self._stack.module.config._attn_implementation

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import statistics
+import math
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import transformers
 from torch import nn
 
-import memo_hf
 from memo_hf.config import MemoConfig
-from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
+from memo_hf.errors import DeviceMemoryError, HostMemoryError
 from memo_hf.forecasting.running import Held, RunForecast, describe_run, run_peaks
-from memo_hf.layers.zero import full_shape, held_bytes
+from memo_hf.layers.zero import held_bytes
+from memo_hf.plan_file import PlanFile
 from memo_hf.planner.budgets import device_budget_bytes
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.layer_costs import Budgets, LayerCosts, estimated_peaks, predict
 from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
+from memo_hf.planner.step_times import StepTimes
 from memo_hf.planner.swap_fraction import SwapPlan, solve_swap_plan
 from memo_hf.profiler import Profile
 from memo_hf.swap import SwapEngine
@@ -86,7 +83,8 @@ class Planner:
 
     def __init__(self, config: MemoConfig, model: nn.Module, layers: list[nn.Module], *, attends: bool, share=(0, 1)):
         self._config, self._model, self._layers = config, model, layers
-        self._index, self._num_stacks = share
+        self._file = PlanFile(config, model, layers, is_kept=share[0] == 0)
+        self._num_stacks = share[1]
         self._solves = config.swap_fraction is None and attends
         self._first_kept = max(0, len(layers) - config.unswapped_layers)
         self._book: PlanBook | None = None
@@ -97,8 +95,8 @@ class Planner:
         self._made_at: dict[Shape, float] = {}  # static bytes when the plan was made, or checked if it came from a file
         self._held = Held(0.0, 0.0)
         self._device_bytes = float("inf")
-        self._began: tuple[Shape, float] | None = None
-        self._seconds: deque[float] = deque(maxlen=32)  # of the last steps, while their shape is the same
+        self._times = StepTimes()
+        self._rest_per_token: float | None = None  # seconds outside of the layers, by steps after the measured one
         self._host_bytes = 0.0
         self._is_alone = True  # no other rank trains with this one, as far as it knows
         self._num_agreed = 0
@@ -131,13 +129,11 @@ class Planner:
             host_bytes: the budget of this rank.
         """
         now = time.perf_counter()
-        began, self._began = self._began, (shape, now)
-        if began is None or began[0] != shape:
-            self._seconds.clear()
+        if shape != self._times.shape:
+            self._learn_rest()
             if not self._solves_on(engine.device):
                 self._set_device(*self._read_device(engine.device))  # for the forecast alone
-        else:
-            self._seconds.append(now - began[1])
+        self._times.begin(shape, now)
         if not self._solves:
             return self.choice
         if not self._solves_on(engine.device):
@@ -196,7 +192,7 @@ class Planner:
             self._book = books[0]
         elif len(found) == len(facts) or found and self._num_agreed > _ROUNDS:
             self._book.measurement = joint_measurement(found)
-            self._seconds.clear()
+            self._times.restart()
 
     @property
     def measurement(self) -> Measurement | None:
@@ -265,7 +261,7 @@ class Planner:
             to_device_bytes_per_second=to_device,
             indices=tuple(tuple(indices) for indices in profile.kinds),
         )
-        self._seconds.clear()  # the profiled step was slower than others
+        self._times.restart()  # the profiled step was slower than others
 
     def _plan_for(self, shape: Shape) -> SwapPlan:
         plan, made_at = self._book.get(shape), self._made_at.get(shape.bucket())
@@ -282,7 +278,7 @@ class Planner:
             f"memo_hf: plan for {shape.batch} x {shape.bucket().seq_len} tokens: {plan.strategy}, swap fraction "
             f"{plan.swap_fraction:.3f}, q/k/v {plan.qkv}; {plan.binding_limit}"
         )
-        self._save()
+        self._file.save(self._book)
         return plan
 
     def _solve(self, shape: Shape) -> SwapPlan:
@@ -313,8 +309,8 @@ class Planner:
         run = describe_run(self._model, self._config, shape, sequence_parallel=self.sequence_parallel)
         if run is None:
             # Not a model that the forecast describes. Checkpointing: h of all layers, and one layer with its gradients.
-            tokens = shape.batch * shape.seq_len
-            chunk = min(tokens, self._config.chunk_size or default_chunk_tokens(tokens))
+            tokens, device_type = shape.batch * shape.seq_len, next(self._layers[0].parameters()).device.type
+            chunk = min(tokens, self._config.chunk_size or default_chunk_tokens(tokens, device_type))
             sums = max(sum(4 * p.numel() for p in layer.parameters() if p.requires_grad) for layer in self._layers)
             peaks = estimated_peaks(layers, self._static_bytes + sums, chunk / tokens)
             at_work = max(c.whole_bytes("swap") + c.others_bytes for c in layers)
@@ -345,8 +341,10 @@ class Planner:
         whole: set[int] = set()
         for indices, kind in zip(self._book.measurement.indices, plan.kinds, strict=True):
             whole.update([index for index in indices if index < first_kept][: kind.num_input_only])
+        tokens = self._times.shape.seq_len
         return Choice(
-            swap_fraction=plan.swap_fraction,
+            # Whole tokens, and no more of them than there is room for.
+            swap_fraction=math.floor(plan.swap_fraction * tokens + 1e-6) / tokens,
             rebuild_qkv=plan.qkv == "rebuild",
             first_kept=first_kept,
             whole_layers=frozenset(whole),
@@ -360,7 +358,10 @@ class Planner:
         """Read what this rank can: plans, the profile where there is one, and the device's memory, as returned."""
         held = self._read_device(device)
         if self._book is None:
-            self._book = self._load(device) if reads_plans else PlanBook(self._fingerprint(device))
+            if reads_plans:
+                self._book = self._file.load(device, self.sequence_parallel)
+            else:
+                self._book = PlanBook(self._file.fingerprint(device, self.sequence_parallel))
         if self._done is not None:
             self._learn(held[0])
         return held
@@ -388,45 +389,6 @@ class Planner:
         window = _window(layer)
         return window and max(1, window // self.sequence_parallel)
 
-    # Plans on disk.
-
-    def _path(self) -> Path | None:
-        return Path(self._config.plan_file) if self._config.plan_file and self._index == 0 else None
-
-    def _load(self, device: torch.device) -> PlanBook:
-        fingerprint, path = self._fingerprint(device), self._path()
-        if path is not None and path.exists():
-            try:
-                return PlanBook.load(path, fingerprint)
-            except PlanError as error:
-                logger.warning(f"memo_hf: {error}. The first step is measured again and the file replaced")
-        return PlanBook(fingerprint)
-
-    def _save(self) -> None:
-        path = self._path()
-        if path is not None and os.environ.get("RANK", "0") == "0":  # set by the launcher
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._book.save(path)
-
-    def _fingerprint(self, device: torch.device) -> dict:
-        """What plans depend on."""
-        settings = {k: v for k, v in dataclasses.asdict(self._config).items() if k != "plan_file"}
-        on_cuda = device.type == "cuda"
-        return {
-            "model": type(self._model).__name__,
-            "parameters": sum(full_shape(p).numel() for p in self._model.parameters()),
-            "trainable parameters": sum(full_shape(p).numel() for p in self._model.parameters() if p.requires_grad),
-            "layers": len(self._layers),
-            "dtype": str(next(self._layers[0].parameters()).dtype),
-            **settings,
-            "memo_hf": memo_hf.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "device": torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.get_num_threads()} threads",
-            "ranks of a sequence": self.sequence_parallel,
-            "ranks on this node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        }
-
     # Forecast beside measured.
 
     @property
@@ -437,9 +399,8 @@ class Planner:
     def forecast(self) -> RunForecast | None:
         """What a step of the last shape takes as `choice` has it, or None where that cannot be said."""
         choice = self.choice
-        run = self._began and describe_run(
-            self._model, self._config, self._began[0], choice.swap_fraction, self.sequence_parallel
-        )
+        shape = self._times.shape
+        run = shape and describe_run(self._model, self._config, shape, choice.swap_fraction, self.sequence_parallel)
         if run is None or choice.whole_layers:
             return None
         qkv = "rebuild" if choice.rebuild_qkv else "swap"
@@ -469,16 +430,29 @@ class Planner:
             found.append(("host bytes", "B", forecast.host_bytes, swapped_bytes))
             if device_peak_bytes is not None:
                 found.append(("device peak", "B", forecast.device_bytes, device_peak_bytes))
-        if self._seconds and (seconds := self._predicted_seconds()) is not None:
-            found.append(("step", "s", seconds, statistics.median(self._seconds)))
+        measured, predicted = self._times.median, self._predicted_seconds()
+        if measured is not None and predicted is not None:
+            found.append(("step", "s", predicted, measured))
         return found
 
     def _predicted_seconds(self) -> float | None:
         if self.plan is None or self.plan.strategy != "memo" or self._book.measurement is None:
             return None
-        layers = self._book.measurement.layers_at(self._began[0])
-        rest = self._book.measurement.rest_seconds_at(self._began[0])
-        return predict(layers, self._budgets(), self.plan.qkv, self.plan.kinds, rest).step_seconds
+        rest = self._book.measurement.rest_seconds_at(self._times.shape)
+        if self._rest_per_token is not None:
+            rest = min(rest, self._rest_per_token * self._times.shape.num_tokens)
+        return self._predicted_layers() + rest
+
+    def _predicted_layers(self) -> float:
+        layers = self._book.measurement.layers_at(self._times.shape)
+        return predict(layers, self._budgets(), self.plan.qkv, self.plan.kinds).step_seconds
+
+    def _learn_rest(self) -> None:
+        """Steps of a shape end. What they took beside the layers was more in the measured step, a process's first."""
+        measured, predicted = self._times.median, self._predicted_seconds()
+        if measured is not None and predicted is not None:
+            beside = max(0.0, measured - self._predicted_layers())
+            self._rest_per_token = beside / self._times.shape.num_tokens
 
 
 def _window(layer: nn.Module) -> int | None:

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -447,6 +448,36 @@ def test_cuda_kernel_is_given_what_it_needs(monkeypatch, name, causal, window):
     )
     sees, real = visible(2, TOKENS, causal, window, documents)
     torch.testing.assert_close(out[real], dense(*inputs, sees)[real], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_that_torch_prefers(monkeypatch, kv_heads, causal):
+    """Torch's choice is asked for with what is then computed, and taken for whole sequences alone."""
+    asked, given = [], []
+
+    def choice(*tensors, **options):
+        asked.append(options)
+        return SDPBackend.CUDNN_ATTENTION.value
+
+    monkeypatch.setattr("memo_hf.layers.attention_kernels.torch._fused_sdp_choice", choice)
+    own = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        "memo_hf.layers.attention_kernels.F.scaled_dot_product_attention",
+        lambda *tensors, **options: given.append(options) or own(*tensors, **options),
+    )
+    inputs = make(2, 4, kv_heads, TOKENS, 8, 8, torch.float64)
+    arguments = dict(implementation="sdpa", is_causal=causal, scaling=SCALE)
+    attend(None, *inputs, **arguments)
+    assert not asked  # On a CPU there is no cuDNN to ask for.
+    monkeypatch.setattr("memo_hf.layers.attention_kernels._CUDNN_DEVICE", "cpu")
+    out = attend(None, *inputs, **arguments)
+    expected = dict(dropout_p=0.0, is_causal=causal, scale=SCALE, enable_gqa=kv_heads != 4)
+    assert asked == given == [expected] and out.is_contiguous()
+    torch.testing.assert_close(out, dense(*inputs, visible(2, TOKENS, causal, None, None)[0]), rtol=0, atol=1e-11)
+    for other in (dict(documents=layout("packed", 2)), dict(sliding_window=9), dict(softcap=2.0)):
+        attend(None, *inputs, **arguments, **other)
+    assert len(asked) == len(given) == 1
 
 
 def test_a_chunk_that_holds_the_tokens_of_one_rank_alone():

@@ -365,7 +365,7 @@ def test_peaks_that_are_estimated_from_measured_bytes_are_near_the_described(mod
             for fraction in (0.0, 0.5, 1.0):
                 ours = max(p.bytes_at(fraction) for p in estimated if p.treatment == treatment)
                 theirs = max(sum(m.at(fraction).values()) for m in moments if m.treatment == treatment)
-                assert 0.85 < ours / theirs < 1.5, (seq_len, treatment, fraction, ours / theirs)
+                assert 0.85 < ours / theirs < 1.6, (seq_len, treatment, fraction, ours / theirs)
 
 
 @pytest.mark.parametrize(

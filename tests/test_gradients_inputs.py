@@ -3,7 +3,7 @@
 import pytest
 import torch
 from exactness import check_exact, enabled, language_loss
-from tiny_models import random_ids, tiny
+from tiny_models import gradients, random_ids, tiny, worst_relative_error
 
 SETTINGS = [
     dict(swap_fraction=0.0, qkv="rebuild"),
@@ -66,6 +66,18 @@ def test_packed_documents_are_exact_in_several_rows():
     model = tiny("llama", num_hidden_layers=3)
     positions = torch.cat([packed_positions(5, 20, 12), packed_positions(30, 7)])
     check_exact(model, language_loss(model, IDS, position_ids=positions, use_cache=False), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "inputs", [PACKED, dict(attention_mask=padding(left=9, right=20)[:1])], ids=["packed", "padded"]
+)
+def test_a_default_device_that_the_model_is_not_on(inputs):
+    """What memo_hf makes goes where the model is, or to the host, whatever torch's default is for others."""
+    model, ids = tiny("llama", num_hidden_layers=3), IDS[:1]
+    expected = gradients(model, ids, **inputs)
+    with torch.device("meta"), enabled(model, swap_fraction=0.5):
+        ours = gradients(model, ids, **inputs)
+    assert worst_relative_error(ours, expected) < 1e-5
 
 
 @pytest.mark.parametrize("how", ["positions", "bounds"])

@@ -18,6 +18,7 @@ ROWS = [
     {"swap", "allocator"},
     {"profiler"},
     {"layers", "agreement"},
+    {"plan_file"},
     {"planning"},
     {"joint"},
     {"patched_stack", "serving"},

@@ -224,3 +224,34 @@ def test_block_of_an_offload_that_never_began_is_free():
         engine.open_group().put(torch.ones(10))
     assert engine.stats.host_bytes == engine.stats.swapped_bytes == 0
     engine.close()
+
+
+def test_memory_that_is_reserved_is_there_in_one_piece():
+    pinned = []
+    pool = pool_of(16 * PAGE, lambda buffer: pinned.append(buffer.numel()) or True, lambda buffer: None)
+    pool.reserve(8 * PAGE)
+    assert pinned == [8 * PAGE] and (pool.reserved_bytes, pool.payload_bytes) == (8 * PAGE, 0)
+    blocks = [allocate(pool, 2 * PAGE) for _ in range(4)]
+    assert pinned == [8 * PAGE] and pool.payload_bytes == 8 * PAGE
+    pool.reserve(8 * PAGE)  # it is there
+    pool.reserve(17 * PAGE)  # more than the budget: whoever takes it is told
+    assert pinned == [8 * PAGE]
+    pool.reserve(10 * PAGE)
+    assert pinned == [8 * PAGE, 2 * PAGE]
+    for block in blocks:
+        pool.give_back(block)
+    pool.close()
+    assert pool.reserved_bytes == 0
+
+
+def test_reserving_what_the_system_refuses_leaves_it_to_whoever_needs_it(monkeypatch):
+    pool = pool_of()
+
+    def refuse(*args):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("memo_hf.swap.host_pool._Slab", refuse)
+    pool.reserve(PAGE)
+    assert pool.reserved_bytes == 0
+    with pytest.raises(HostMemoryError, match="refused to map it"):
+        pool.make_room(PAGE)

@@ -160,8 +160,7 @@ def loss_parts(setup: Setup) -> dict[str, float]:
     hidden = tokens * model.hidden * e
     at_once = tokens
     if setup.chunked_loss:
-        device_type = "cpu" if setup.device.name == "cpu" else "cuda"
-        at_once = min(tokens, default_loss_chunk_tokens(tokens, model.hidden, model.vocab, device_type))
+        at_once = min(tokens, default_loss_chunk_tokens(tokens, model.hidden, model.vocab, setup.device_type))
     # Bytes per logit: as the head gives them, fp32, their log-softmax and its gradient.
     logits = at_once * model.vocab * (e + 3 * _FP32)
     head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0

@@ -120,8 +120,12 @@ class Setup:
         return self.host_bytes
 
     @property
+    def device_type(self) -> str:
+        return "cpu" if self.device.name == "cpu" else "cuda"
+
+    @property
     def chunk(self) -> int:
-        return min(self.local_tokens, self.chunk_tokens or default_chunk_tokens(self.local_tokens))
+        return min(self.local_tokens, self.chunk_tokens or default_chunk_tokens(self.local_tokens, self.device_type))
 
     @property
     def adapter_parameters(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from transformers import Cache
 
+from memo_hf.layers.unmade import unmade
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value):
     """`value` with `function` applied to each tensor in its tuples, lists and dictionaries."""
@@ -71,7 +73,7 @@ class LayerCall:
     def on_tokens(self, hidden: torch.Tensor, start: int, stop: int, *, meta_rope: bool = False) -> tuple[tuple, dict]:
         """Arguments for tokens [start, stop) with `hidden` as the layer input.
 
-        With `meta_rope`, cos and sin are meta tensors: rotary embedding of queries that nobody reads costs nothing.
+        With `meta_rope`, cos and sin are unmade: rotary embedding of queries that nobody reads costs nothing.
         """
 
         def cut(tensor):
@@ -85,7 +87,7 @@ class LayerCall:
         args, kwargs = map_tensors(cut, self.args), map_tensors(cut, self.kwargs)
         if meta_rope and kwargs.get("position_embeddings") is not None:
             kwargs["position_embeddings"] = map_tensors(
-                lambda tensor: torch.empty_like(tensor, device="meta"), kwargs["position_embeddings"]
+                lambda tensor: unmade(tuple(tensor.shape), tensor.dtype), kwargs["position_embeddings"]
             )
         if self.hidden_is_keyword:
             return args, {"hidden_states": hidden, **kwargs}

@@ -2,7 +2,7 @@
 
 * project: run up to the attention call, which notes queries, keys and values and ends the run there;
 * finish: the attention call hands back the rows of an attention output that is already known, and what only feeds
-  queries, keys and values is replaced by stubs that return meta tensors;
+  queries, keys and values is replaced by stubs that return unmade tensors;
 * whole: the attention call attends, over all tokens given.
 
 The registered attention function asks `current_role()` which one it is in. Knows nothing of swapping or autograd nodes.
@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from memo_hf.layers.unmade import unmade
 
 ATTENTION_NAME = "memo"
 _thread = threading.local()
@@ -86,11 +88,11 @@ def playing(role, configs: tuple) -> Iterator:
 
 @contextmanager
 def stubbed(stubs: dict[nn.Module, tuple[int, ...]]) -> Iterator[None]:
-    """Replace each module's forward by one that returns a meta tensor of its input's shape, the last width changed."""
+    """Replace each module's forward by one that returns an unmade tensor: its input's shape, the last width changed."""
 
     def make(width):
         def forward(inputs, *args, **kwargs):
-            return torch.empty((*inputs.shape[:-1], width), dtype=inputs.dtype, device="meta")
+            return unmade((*inputs.shape[:-1], width), inputs.dtype)
 
         return forward
 

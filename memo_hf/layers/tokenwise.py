@@ -53,13 +53,11 @@ class RandomState:
         self._states = self._read()
 
     @classmethod
-    def now(cls, device: torch.device, last: RandomState | None) -> RandomState:
-        """The present state; the object of `last` where nothing was drawn since, so that chunks share one."""
+    def now(cls, device: torch.device, last: RandomState) -> RandomState:
+        """The present state; `last` itself where nothing was drawn since."""
         state = cls(device)
-        same = last is not None and all(
-            mine is None or _bytes(mine) == _bytes(its) for mine, its in zip(state._states, last._states, strict=True)
-        )
-        return last if same else state
+        pairs = zip(state._states, last._states, strict=True)
+        return last if all(mine is None or _bytes(mine) == _bytes(its) for mine, its in pairs) else state
 
     def _read(self):
         own = torch.get_device_module(self._device).get_rng_state(self._device) if self._device else None
@@ -78,6 +76,11 @@ class RandomState:
             yield
         finally:
             self._write(now)
+
+
+def drawing_from(state: RandomState | None):
+    """Around a recompute: draw what was drawn from `state`, where anything was."""
+    return contextlib.nullcontext() if state is None else state.restored()
 
 
 def _bytes(state: Tensor) -> bytes:
@@ -149,7 +152,7 @@ class Node:
     after_backward: Callable[[], None] = lambda: None
     # Filled in by forward, emptied by backward.
     handles: list[Handle] = field(default_factory=list)
-    random_states: list[RandomState] = field(default_factory=list)
+    random_states: list[RandomState | None] = field(default_factory=list)  # None for a chunk that drew nothing
     graphs: list[_SwappedGraph | None] = field(default_factory=list)
     autocast: AutocastState | None = None
     parameters_seen: list[tuple[Tensor, int | None]] = field(default_factory=list)
@@ -175,7 +178,7 @@ class Node:
         for chunk, random_state in zip(self.chunks, self.random_states, strict=True):
             if chunk.swapped:
                 continue
-            with torch.no_grad(), random_state.restored(), self.autocast():
+            with torch.no_grad(), drawing_from(random_state), self.autocast():
                 parts = self.run([tensor[:, chunk.start : chunk.stop] for tensor in inputs], chunk.start, chunk.stop)
             whole = self.gather(whole, parts, chunk, inputs[0].shape[1])
         return whole
@@ -242,12 +245,10 @@ class _Tokenwise(torch.autograd.Function):
         node.note_parameters()
         node.handles = [node.group.put(tensor, turn=node.turn) for tensor in inputs]
         saved_tensors = _SavedTensors(node)
-        whole, random_state = None, None
+        whole, before = None, RandomState(device)
         for chunk in node.chunks:
             # Detached, since hooks of modules may ask a tensor that needs a gradient where it came from.
             cut = [tensor.detach()[:, chunk.start : chunk.stop] for tensor in inputs]
-            random_state = RandomState.now(device, random_state)
-            node.random_states.append(random_state)
             with node.group.during_work(), node.autocast():
                 if chunk.swapped:
                     with saved_tensors.hooks():
@@ -258,6 +259,9 @@ class _Tokenwise(torch.autograd.Function):
                 else:
                     outputs = node.run(cut, chunk.start, chunk.stop)
                     node.graphs.append(None)
+            after = RandomState.now(device, before)
+            node.random_states.append(None if after is before else before)
+            before = after
             whole = node.gather(whole, outputs, chunk, num_tokens)
             del outputs, cut
         return (*whole, inputs[0]) if node.passes_input else tuple(whole)
@@ -311,7 +315,7 @@ def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep
         counted = _SavedBytes(inputs) if node.count_saved is not None and index == 0 else None
         hooks = contextlib.nullcontext() if counted is None else _SavedTensors(node, counted).hooks()
         run = node.run if counted is not None else node.rerun or node.run
-        with node.random_states[index].restored(), node.autocast(), hooks:
+        with drawing_from(node.random_states[index]), node.autocast(), hooks:
             tensors, edges = node.build(run, cut, chunk, needs_grad)
         if counted is not None:
             node.count_saved(chunk.stop - chunk.start, counted.num_bytes)

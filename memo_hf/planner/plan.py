@@ -30,6 +30,10 @@ class Shape:
     batch: int
     seq_len: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.seq_len
+
     def bucket(self) -> Shape:
         """The shape whose plan this one uses: `seq_len` rounded up, so that no memory falls short."""
         step = max(_SMALLEST, 2 ** (max(1, self.seq_len - 1).bit_length() - 1) // _PARTS)
@@ -67,7 +71,7 @@ class Measurement:
 
     def rest_seconds_at(self, shape: Shape) -> float:
         """`rest_seconds` at another shape, all of it taken to grow with tokens."""
-        return self.rest_seconds * shape.batch * shape.seq_len / (self.shape.batch * self.shape.seq_len)
+        return self.rest_seconds * shape.num_tokens / self.shape.num_tokens
 
 
 def joint_measurement(found: list[Measurement]) -> Measurement:
