@@ -1,15 +1,18 @@
-"""The forecast beside published runs, with the error of each: `python benchmarks/bench_forecast.py`.
+"""The forecast beside published runs and our own, with the error of each: `python benchmarks/bench_forecast.py`.
 
-Every run is described by the switches that its source names. Where a switch is not known the row says so;
-docs/forecast.md explains the misses. Needs no device and takes about a second.
+Our own are in benchmarks/results/gpu_h200.json (by `gpu_check.py`). Every run is described by the switches that its
+source names. Where a switch is not known the row says so; docs/forecast.md explains the misses. Needs no device and
+takes about a second.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from memo_hf.forecasting.api import make_setup
-from memo_hf.forecasting.baselines import ALST, CHECKPOINTING, OFFLOAD, Strategy, baseline
+from memo_hf.forecasting.baselines import ALST, CHECKPOINTING, OFFLOAD, SELECTIVE, Strategy, baseline
 from memo_hf.forecasting.forecast import forecast_setup, layer_costs
 
 GIB = 2**30  # ALST and TRL both print GiB under the name of GB: their own examples divide by 2**30
@@ -18,11 +21,16 @@ LIGER_OFFLOAD = Strategy(name="Liger, offloaded inputs", fused=True, offloads=Tr
 ON_HOST = {"device": "h200", "optimizer_device": "host", "weights_device": "host", "host_memory": "2TiB"}
 ON_NODE = {"device": "h100", "gpus": 8, "sequence_parallel": 8, "host_memory": "2TiB"}
 PAPER = {"device": "a800", "gpus": 8, "sequence_parallel": 8, "host_memory": "2TiB"}
+OWN = {"device": "h200", "optimizer": "sgd", "master_weights": False, "host_memory": "111GiB"}
+EIGHT_LAYERS = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 2**18,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure and its forecast."""
+    """One published or measured figure and its forecast."""
 
     run: str
     figure: str
@@ -73,8 +81,12 @@ def peer_rows() -> list[Row]:
         setup = make_setup("llama-3.1-8b", tokens, chunked_loss=chunked, **ON_HOST)
         run = f"ALST Llama-8B, H200, {strategy.name}"
         peak = baseline(setup, strategy).device_peak_bytes / GIB
-        rows.append(Row(run, f"peak at {tokens:,}", published, peak, "GiB", "DeepSpeed's buckets are not described"))
-        rows.append(Row(run, "longest sequence", tokens / 1e3, longest(setup, strategy) / 1e3, "thousand tokens"))
+        note = "DeepSpeed's buckets are not described" if chunked else "what its loss held is not described"
+        rows.append(Row(run, f"peak at {tokens:,}", published, peak, "GiB", note))
+        longest_tokens = longest(setup, strategy) / 1e3
+        rows.append(
+            Row(run, "longest sequence", tokens / 1e3, longest_tokens, "thousand tokens", "" if chunked else note)
+        )
     one = {"device": "h100", "master_weights": False}
     rings = "ring attention's fp32 sums are not described"
     unknown = "memory switches not published"
@@ -98,6 +110,31 @@ def peer_rows() -> list[Row]:
     return rows
 
 
+def own_rows() -> list[Row]:
+    """Steps on one H200 of 8 layers of Llama-3.1-8B, without an optimizer."""
+    results = json.loads((Path(__file__).parent / "results/gpu_h200.json").read_text())
+    strategies = {
+        "activation checkpointing": CHECKPOINTING,
+        "activation checkpointing with offload": OFFLOAD,
+        "selective checkpointing": SELECTIVE,
+    }
+    rows = []
+    for case in results["steps"]:
+        last, tokens, alternative = case["steps"][-1], case["tokens"], case["alternative"]
+        if case["what"] != "loss included" or alternative == "plain":
+            continue  # a forecast counts the loss, and there is none of plain
+        options = {**OWN, "chunked_loss": alternative == "memo_hf"}
+        if alternative == "memo_hf":
+            options |= {"swap_fraction": last["swap_fraction"], "qkv": last["qkv"], "chunk_size": last["chunk_size"]}
+        setup = make_setup(EIGHT_LAYERS, tokens, **options)
+        found = forecast_setup(setup) if alternative == "memo_hf" else baseline(setup, strategies[alternative])
+        run = f"H200, 8 layers, {alternative}"
+        rows.append(Row(run, f"peak at {tokens:,}", last["peak_bytes"] / GIB, found.device_peak_bytes / GIB, "GiB"))
+        note = "flash kernel; the forecast is for cuDNN's" if alternative == "memo_hf" else ""
+        rows.append(Row(run, f"step at {tokens:,}", last["seconds"], found.step_seconds, "s", note))
+    return rows
+
+
 def longest(setup, strategy: Strategy) -> int:
     """The longest sequence that fits under `strategy`, to a thousandth."""
     low, high = 1, 2**24
@@ -113,7 +150,7 @@ def longest(setup, strategy: Strategy) -> int:
 def main() -> None:
     """Print the table."""
     print(f"{'run':<52}{'figure':<37}{'published':>10}{'forecast':>10}{'error':>9}  note")
-    for row in paper_rows() + peer_rows():
+    for row in paper_rows() + peer_rows() + own_rows():
         print(
             f"{row.run:<52}{row.figure:<37}{row.published:>10.4g}{row.forecast:>10.4g}{100 * row.error:>+8.1f} %"
             f"  {row.unit}{', ' if row.unit and row.note else ''}{row.note}"
