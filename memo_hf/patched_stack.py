@@ -17,7 +17,7 @@ from transformers import Cache
 
 from memo_hf.errors import ConfigError, HostMemoryError, UnsupportedModelError
 from memo_hf.layers.call import LayerCall
-from memo_hf.layers.check import Verdict, attention_configs
+from memo_hf.layers.check import Verdict
 from memo_hf.layers.documents import Documents, find_documents
 from memo_hf.layers.layer_mode import WholeLayer
 from memo_hf.layers.locate import Stack, layers_of
@@ -27,6 +27,7 @@ from memo_hf.layers.sequence_parallel import SequenceGroup, sequence_group
 from memo_hf.layers.step import Step, StepSettings
 from memo_hf.layers.token_mode import TokenLayer
 from memo_hf.layers.token_module import TokenModule
+from memo_hf.layers.trial import attention_configs
 from memo_hf.layers.zero import refuse_no_leaf
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.plan import Shape

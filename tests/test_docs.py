@@ -45,7 +45,7 @@ def test_every_option_of_the_command_line_is_there_and_has_help():
 
 # Messages: every error that the package makes, every warning, and every reason for layer mode.
 
-HEADINGS = {"_NotTokenwise": "Why a layer runs in layer mode", "_refuse": "NativeLibraryError"}
+HEADINGS = {"NotTokenwise": "Why a layer runs in layer mode", "_refuse": "NativeLibraryError"}
 NOT_FOR_USERS = {"AssertionError"}
 
 

@@ -8,7 +8,18 @@ import inspect
 import pytest
 
 from memo_hf import patched_stack, session
-from memo_hf.layers import attention_saves, call, check, layer_mode, patch, refusals, step, tokenwise
+from memo_hf.layers import (
+    ambient,
+    attention_saves,
+    call,
+    chunk_saves,
+    layer_mode,
+    patch,
+    refusals,
+    step,
+    tokenwise,
+    trial,
+)
 from memo_hf.swap import cpu_threads, engine, group
 from tests import (
     test_faults_identity,
@@ -137,9 +148,9 @@ MUTATIONS = {
         "boundary = round(swap_fraction * num_tokens)", "boundary = round(swap_fraction * num_tokens) - 1",
         red(test_faults_recompute.test_how_much_is_computed_again, *test_faults_recompute.SIX_TOKENS_SWAPPED),
     ),
-    "random state is not restored": (tokenwise.RandomState, "restored", "self._write(self._states)", "pass", dropout),
+    "random state is not restored": (ambient.RandomState, "restored", "self._write(self._states)", "pass", dropout),
     "random state stays restored": (
-        tokenwise.RandomState, "restored",
+        ambient.RandomState, "restored",
         "self._write(now)", "pass",
         red(test_faults_recompute.test_backward_draws_no_random_numbers, settings="token"),
     ),
@@ -174,17 +185,17 @@ MUTATIONS = {
         red(test_faults_races.test_a_graph_is_used_twice, settings="token"),
     ),
     "parameters are swapped": (
-        tokenwise._SavedTensors, "_pack",
+        chunk_saves.ChunkSaves, "_pack",
         "if storage in self._of_parameters:", "if False:",
         red(test_faults_identity.test_parameters_and_buffers_never_move, settings="token", autocast=False),
     ),
     "constants are swapped": (
-        tokenwise._SavedTensors, "_pack",
+        chunk_saves.ChunkSaves, "_pack",
         "storage in self._stay or", "",
         red(test_faults_identity.test_what_all_layers_share_never_moves_and_stays_alive),
     ),
     "a stale weight is not noticed": (
-        tokenwise._ParameterView, "get",
+        chunk_saves._ParameterView, "get",
         "parameter._version != self._version", "False",
         red(test_faults_identity.test_a_weight_that_changes_between_forward_and_backward),
     ),
@@ -227,7 +238,7 @@ MUTATIONS = {
     "layer mode does not swap": (layer_mode._InputSaves, "_pack", "!= self._hidden", "!= 0", order(WHOLE)),
     # check, session, refusals
     "arguments may change": (
-        check, "_same_objects",
+        trial, "_same_objects",
         "return False", "return True",
         red(test_faults_recompute.test_layers_that_share_through_an_argument, container=list),
     ),

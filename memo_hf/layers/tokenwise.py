@@ -9,21 +9,19 @@ and hooks see each parameter ready exactly once. Knows no transformers model and
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 
 from memo_hf.errors import MemoError
+from memo_hf.layers.ambient import AutocastState, RandomState, drawing_from
+from memo_hf.layers.chunk_saves import ChunkSaves, SavedBytes
 from memo_hf.layers.roles import substituted
 from memo_hf.swap import Handle, SwapGroup
-
-# Autograd functions between a parameter and a saved view or cast of it (autocast casts, Linear transposes).
-_VIEWS_AND_CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
 
 
 @dataclass(frozen=True)
@@ -43,62 +41,6 @@ def cut_into_chunks(num_tokens: int, chunk_tokens: int, swap_fraction: float) ->
         for first, stop, swapped in ((0, boundary, True), (boundary, num_tokens, False))
         for start in range(first, stop, chunk_tokens)
     ]
-
-
-class RandomState:
-    """The random state of the CPU and of `device` at one moment; `restored()` draws from it again, then goes back."""
-
-    def __init__(self, device: torch.device):
-        self._device = None if device.type == "cpu" else device
-        self._states = self._read()
-
-    @classmethod
-    def now(cls, device: torch.device, last: RandomState) -> RandomState:
-        """The present state; `last` itself where nothing was drawn since."""
-        state = cls(device)
-        pairs = zip(state._states, last._states, strict=True)
-        return last if all(mine is None or _bytes(mine) == _bytes(its) for mine, its in pairs) else state
-
-    def _read(self):
-        own = torch.get_device_module(self._device).get_rng_state(self._device) if self._device else None
-        return torch.get_rng_state(), own
-
-    def _write(self, states):
-        torch.set_rng_state(states[0])
-        if self._device:
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
-
-    @contextlib.contextmanager
-    def restored(self):
-        now = self._read()
-        self._write(self._states)
-        try:
-            yield
-        finally:
-            self._write(now)
-
-
-def drawing_from(state: RandomState | None):
-    """Around a recompute: draw what was drawn from `state`, where anything was."""
-    return contextlib.nullcontext() if state is None else state.restored()
-
-
-def _bytes(state: Tensor) -> bytes:
-    """Of a random state, which has values even where a step is traced on tensors that have none: no operator is run."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-class AutocastState:
-    """The autocast setting of one moment. Backward runs outside of the forward's autocast and has to enter it again."""
-
-    def __init__(self, device_type: str):
-        self._device_type = device_type
-        self.enabled = torch.is_autocast_enabled(device_type)
-        self._dtype = torch.get_autocast_dtype(device_type)
-
-    def __call__(self):
-        # No cache: a cast made under no_grad and cached would be reused by a run with a graph and lose its gradient.
-        return torch.autocast(self._device_type, dtype=self._dtype, enabled=self.enabled, cache_enabled=False)
 
 
 class _Sources(torch.autograd.Function):
@@ -244,7 +186,7 @@ class _Tokenwise(torch.autograd.Function):
         node.autocast = AutocastState(device.type)
         node.note_parameters()
         node.handles = [node.group.put(tensor, turn=node.turn) for tensor in inputs]
-        saved_tensors = _SavedTensors(node)
+        saved_tensors = ChunkSaves(node)
         whole, before = None, RandomState(device)
         for chunk in node.chunks:
             # Detached, since hooks of modules may ask a tensor that needs a gradient where it came from.
@@ -312,8 +254,8 @@ def _chunk_gradients(node: Node, index: int, inputs, needs_grad, gradients, keep
     chunk, graph = node.chunks[index], node.graphs[index]
     if graph is None:
         cut = [tensor[:, chunk.start : chunk.stop] for tensor in inputs]
-        counted = _SavedBytes(inputs) if node.count_saved is not None and index == 0 else None
-        hooks = contextlib.nullcontext() if counted is None else _SavedTensors(node, counted).hooks()
+        counted = SavedBytes(inputs) if node.count_saved is not None and index == 0 else None
+        hooks = contextlib.nullcontext() if counted is None else ChunkSaves(node, counted).hooks()
         run = node.run if counted is not None else node.rerun or node.run
         with drawing_from(node.random_states[index]), node.autocast(), hooks:
             tensors, edges = node.build(run, cut, chunk, needs_grad)
@@ -374,100 +316,3 @@ class _ParameterGradients:
             None if total is None else total.to(parameter.dtype)
             for total, parameter in zip(self._sums, self._parameters, strict=True)
         ]
-
-
-class _SavedTensors:
-    """Saved-tensor hooks of a swapped chunk: parameters and constants stay, everything else is swapped by storage."""
-
-    def __init__(self, node: Node, group: SwapGroup | _SavedBytes | None = None):
-        self._group, self._num_parameters = group or node.group, len(node.parameters)
-        self._all = node.parameters + node.frozen
-        self._of_parameters = {
-            module._parameters[name].untyped_storage()._cdata: (module, name) for module, name in self._all
-        }
-        self._frozen, self._may_be_cast = node.frozen, node.autocast.enabled
-        self._stay = {tensor.untyped_storage()._cdata for tensor in node.constants}
-
-    def hooks(self):
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor):
-        storage = tensor.untyped_storage()._cdata
-        if storage in self._of_parameters:
-            return _ParameterView(self._of_parameters[storage], tensor)
-        if storage in self._stay or tensor.numel() == 0:
-            return tensor
-        where = self._cast_of_trainable(tensor) if tensor.requires_grad else self._cast_of_frozen(tensor)
-        return self._group.put(tensor) if where is None else _ParameterView(where, tensor)
-
-    def _cast_of_trainable(self, tensor: Tensor):
-        """The parameter that autocast cast to make `tensor`, found along the graph."""
-        function, output = tensor.grad_fn, 0
-        while function is not None and function.name() in _VIEWS_AND_CASTS:
-            function, output = function.next_functions[0]
-        if function is None or "_Sources" not in function.name():
-            return None
-        position = output - (len(function._input_metadata) - self._num_parameters)
-        return self._all[position] if position >= 0 else None
-
-    def _cast_of_frozen(self, tensor: Tensor):
-        """The same for a frozen parameter, which has no graph: found by shape and confirmed by value."""
-        # Not torch.is_autocast_enabled(): autocast is switched off where its casts are being computed with.
-        if tensor.dim() != 2 or not self._may_be_cast:
-            return None
-        for module, name in self._frozen:
-            parameter = module._parameters[name].detach()
-            for view in (tensor, tensor.t()):
-                if parameter.shape == view.shape and parameter.dtype != view.dtype:
-                    if torch.equal(parameter.to(view.dtype), view):
-                        return module, name
-        return None
-
-    @staticmethod
-    def _unpack(packed):
-        return packed if isinstance(packed, Tensor) else packed.get()
-
-
-class _SavedBytes:
-    """Stands in for a swap group to count what it would be given: the inputs are there already, all else stays."""
-
-    def __init__(self, inputs: list[Tensor]):
-        self._seen = {tensor.untyped_storage()._cdata for tensor in inputs}
-        self._alive: list[Tensor] = []  # or a freed storage's identity would come again
-        self.num_bytes = 0
-
-    def put(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        tensor = tensor.detach()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self._alive.append(tensor)
-            # As a group does, which sends a small part of a large storage alone.
-            self.num_bytes += storage.nbytes() if 2 * tensor.nbytes >= storage.nbytes() else tensor.nbytes
-        return tensor
-
-
-class _ParameterView:
-    """A saved view or cast of a parameter: made again from the parameter, never swapped.
-
-    Read from the module at that time, since ZeRO-3 and FSDP2 gather the weights anew for backward.
-    """
-
-    def __init__(self, where: tuple[nn.Module, str], tensor: Tensor):
-        self._where = where
-        self._layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self._dtype = tensor.dtype
-        self._version = self._parameter()._version
-
-    def _parameter(self) -> Tensor:
-        module, name = self._where
-        return module._parameters[name]
-
-    def get(self) -> Tensor:
-        parameter = self._parameter().detach()
-        if parameter._version != self._version:
-            raise RuntimeError(
-                f"parameter {self._where[1]!r} of {type(self._where[0]).__name__} was changed in place between forward "
-                "and backward, which needs its old value; step the optimizer after backward"
-            )
-        return parameter.to(self._dtype).as_strided(*self._layout)
