@@ -20,7 +20,9 @@ import memo_hf
 from memo_hf.errors import HostMemoryError
 from memo_hf.forecasting.running import describe_run
 from memo_hf.planner.budgets import host_budget_bytes
+from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.plan import Shape
+from memo_hf.planner.step_times import StepTimes
 from memo_hf.profiler import Profile
 from memo_hf.report.summary import compared
 
@@ -283,3 +285,41 @@ def test_bytes_are_forecast(case):
     found = BENCH["run"](chosen, timed=False)
     assert found.forecast_host == found.measured_host
     assert abs(found.peak_error) < 0.05, (found.forecast_peak, found.measured_peak, found.moment)
+
+
+def test_times_are_of_like_steps_and_leave_the_first_out():
+    times, shape, other = StepTimes(), Shape(1, 64), Shape(1, 128)
+    for now in (0.0, 9.0, 10.0, 12.0, 15.0):  # the first lasts 9 s, as it maps memory
+        times.begin(shape, now)
+    assert times.shape == shape and times.median == 2.0  # of 1, 2 and 3
+    times.begin(other, 16.0)
+    assert times.shape == other and times.median is None
+    for now in (20.0, 21.0):
+        times.begin(other, now)
+    assert times.median == 1.0
+    times.restart()
+    for now in (22.0, 30.0, 32.0):
+        times.begin(other, now)
+    assert times.median == 2.0
+
+
+@pytest.mark.parametrize(
+    "device, tokens, chunk",
+    [("cpu", 100, 512), ("cpu", 16384, 1024), ("cpu", 2**20, 4096), ("cuda", 100, 4096), ("cuda", 2**17, 8192)],
+)
+def test_chunks_are_a_sixteenth_within_bounds(device, tokens, chunk):
+    assert default_chunk_tokens(tokens, device) == chunk
+
+
+def test_what_the_first_step_took_beside_the_layers_is_not_held_against_later_lengths():
+    session = enabled(chunk_size=64)
+    planner = session.planners[0]
+    train(session.model, 512)
+    train(session.model, 512)
+    slow = dataclasses.replace(planner.measurement, rest_seconds=1e6)  # kernels were loaded, memory was mapped
+    planner._book.measurement = slow
+    for _ in range(3):
+        train(session.model, 512)
+    assert planner.forecast().step_seconds > 1e5
+    train(session.model, 640)
+    assert planner.forecast().step_seconds < 1e3
