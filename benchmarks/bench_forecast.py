@@ -120,9 +120,20 @@ def own_rows() -> list[Row]:
     }
     rows = []
     for case in results["steps"]:
-        last, tokens, alternative = case["steps"][-1], case["tokens"], case["alternative"]
+        tokens, alternative = case["tokens"], case["alternative"]
         if case["what"] != "loss included" or alternative == "plain":
             continue  # a forecast counts the loss, and there is none of plain
+        first, last = case["steps"][0], case["steps"][-1]
+        if first.get("swap_fraction") != last.get("swap_fraction"):
+            setup = make_setup(
+                EIGHT_LAYERS, tokens, **OWN, swap_fraction=0.0, qkv=first["qkv"], chunk_size=first["chunk_size"]
+            )
+            peak = forecast_setup(setup).device_peak_bytes / GIB
+            rows.append(
+                Row(
+                    "H200, 8 layers, memo_hf, fraction 0", f"peak at {tokens:,}", first["peak_bytes"] / GIB, peak, "GiB"
+                )
+            )
         options = {**OWN, "chunked_loss": alternative == "memo_hf"}
         if alternative == "memo_hf":
             options |= {"swap_fraction": last["swap_fraction"], "qkv": last["qkv"], "chunk_size": last["chunk_size"]}

@@ -6,3 +6,4 @@ import torch
 
 if device := os.environ.get("MEMO_HF_TEST_DEVICE"):
     torch.set_default_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions

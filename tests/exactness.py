@@ -17,7 +17,8 @@ from memo_hf.layers import token_mode, tokenwise
 from memo_hf.session import Session
 
 KEEP_ALL = 10**6  # more layers than any model has
-TOLERANCE = 1e-5  # worst relative error of any parameter's gradient in fp32
+# Worst relative error of any parameter's gradient in fp32; on a GPU sums over tokens are of other blocks.
+TOLERANCE = 1e-5 if torch.get_default_device().type == "cpu" else 1e-4
 # What is mathematically zero, such as the gradient of a key bias, is rounding noise in both runs.
 _NOISE = 1e-7
 

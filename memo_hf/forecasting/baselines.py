@@ -69,10 +69,10 @@ def baseline(setup: Setup, strategy: Strategy) -> BaselineForecast:
         if strategy.keeps_output:
             waiting["o of waiting layers"] += kind.num_layers * (of.output + of.logsumexp)
     # The inputs of all layers wait when backward begins and there are no gradients yet; at its end it is the reverse.
-    before, after = {**static_parts(setup, False), **waiting}, static_parts(setup)
-    moments = [{**before, **loss_parts(setup)}]
+    before = {**static_parts(setup, False), **waiting}
+    moments = [{**before, **loss_parts(setup)}, static_parts(setup)]
     for kind in kinds:
-        moment = whole_layer_moment(
+        found = whole_layer_moment(
             setup,
             kind,
             treatment="input",
@@ -80,7 +80,8 @@ def baseline(setup: Setup, strategy: Strategy) -> BaselineForecast:
             tiled_mlp=strategy.tiled_mlp,
             fused=strategy.fused,
             keeps_output=strategy.keeps_output,
-        ).parts
+        )
+        moment, after = found.parts, found.static(setup)
         if strategy.reentrant:
             moment = {**moment, "recomputed output": layer_bytes(setup, kind).input}
         # Without offload the layer at work has its input among those that wait.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memo_hf.errors import DeviceMemoryError, HostMemoryError
 from memo_hf.forecasting.baselines import CHECKPOINTING, BaselineForecast, baseline
-from memo_hf.forecasting.memory import host_state_bytes, layer_bytes, static_parts
+from memo_hf.forecasting.memory import host_state_bytes, layer_bytes
 from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import MFU_CONVENTION, layer_seconds, mfu, rest_seconds
@@ -215,6 +215,6 @@ def _peak_parts(setup: Setup, plan: SwapPlan) -> tuple[str, dict[str, float]]:
             for treatment, fraction in present:
                 if moment.treatment != treatment:
                     continue
-                parts = {**static_parts(setup, moment.has_gradients), **moment.at(fraction)}
+                parts = {**moment.static(setup), **moment.at(fraction)}
                 worst = max(worst, (sum(parts.values()), moment.when, parts), key=lambda found: found[0])
     return worst[1], worst[2]

@@ -38,6 +38,14 @@ def static_parts(setup: Setup, has_gradients: bool = True) -> dict[str, float]:
     }
 
 
+def late_gradient_bytes(setup: Setup) -> float:
+    """Of the gradients in `static_parts`, those that come when all layers are through backward: the embedding's."""
+    late = setup.training.is_full and not setup.model.tied and not setup.accumulates
+    if not late or setup.weights_device == "host":
+        return 0.0
+    return setup.training.element_bytes * setup.model.embedding_parameters / setup.shards
+
+
 def host_state_bytes(setup: Setup) -> float:
     """Host bytes per rank of offloaded weights, gradients and optimizer."""
     trained, e = _trained_parameters(setup), setup.training.element_bytes

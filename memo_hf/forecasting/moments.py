@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memo_hf.forecasting.memory import layer_bytes, static_parts
+from memo_hf.forecasting.memory import late_gradient_bytes, layer_bytes, static_parts
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.shapes import LayerKind
 from memo_hf.planner.chunks import default_loss_chunk_tokens
@@ -21,7 +21,8 @@ _FP32 = 4
 class Moment:
     """Bytes held at one point: `parts` whatever the fraction, `per_fraction` at fraction 1, both by name.
 
-    `has_gradients` is False before backward, unless gradients are accumulated over several passes.
+    `has_gradients` is False before backward, unless gradients are accumulated over several passes. Of the gradients,
+    `late_gradients` are still to come.
     """
 
     when: str
@@ -29,18 +30,24 @@ class Moment:
     parts: dict[str, float]
     per_fraction: dict[str, float]
     has_gradients: bool = True
+    late_gradients: float = 0.0
 
     def at(self, fraction: float) -> dict[str, float]:
         """Bytes by part at a swap fraction."""
         names = [*self.parts, *(name for name in self.per_fraction if name not in self.parts)]
         return {n: self.parts.get(n, 0.0) + fraction * self.per_fraction.get(n, 0.0) for n in names}
 
+    def static(self, setup: Setup) -> dict[str, float]:
+        """What is there whatever the sequence, by part."""
+        parts = static_parts(setup, self.has_gradients)
+        return {**parts, "gradients": parts["gradients"] - self.late_gradients}
+
     def as_peak(self, setup: Setup) -> DevicePeak:
         """For the planner: all that the device holds at this moment."""
         return DevicePeak(
             when=self.when,
             treatment=self.treatment,
-            fixed_bytes=sum(static_parts(setup, self.has_gradients).values()) + sum(self.parts.values()),
+            fixed_bytes=sum(self.static(setup).values()) + sum(self.parts.values()),
             bytes_per_fraction=sum(self.per_fraction.values()),
         )
 
@@ -51,7 +58,10 @@ def layer_moments(setup: Setup, kind: LayerKind) -> list[Moment]:
         moment
         for treatment in ("swap", "rebuild")
         for moment in (*_token_moments(setup, kind, treatment), _loss_moment(setup, treatment))
-    ] + [whole_layer_moment(setup, kind, treatment="input", next_input=True)]
+    ] + [
+        whole_layer_moment(setup, kind, treatment="input", next_input=True),
+        *(_embedding_moment(setup, kind, treatment) for treatment in ("swap", "rebuild", "input")),
+    ]
 
 
 def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment]:
@@ -78,7 +88,15 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
 
     def moment(when: str, parts: dict[str, float], has_gradients: bool = True, **rates: float) -> Moment:
         rates = {name.replace("_", " "): rate for name, rate in rates.items()}
-        return Moment(when=when, treatment=treatment, parts=parts, per_fraction=rates, has_gradients=has_gradients)
+        late = late_gradient_bytes(setup) if has_gradients else 0.0
+        return Moment(
+            when=when,
+            treatment=treatment,
+            parts=parts,
+            per_fraction=rates,
+            has_gradients=has_gradients,
+            late_gradients=late,
+        )
 
     moments = [
         moment(
@@ -130,6 +148,12 @@ def _token_moments(setup: Setup, kind: LayerKind, treatment: str) -> list[Moment
             moment(f"{when}, attention", {**kept, **in_attention}, has_gradients=False, kept_layers=rest),
         ]
     return moments
+
+
+def _embedding_moment(setup: Setup, kind: LayerKind, treatment: str) -> Moment:
+    """All layers are through backward, and all gradients are there."""
+    gradient = {"activation gradients": layer_bytes(setup, kind).input}
+    return Moment(when="backward of the embedding", treatment=treatment, parts=gradient, per_fraction={})
 
 
 def _kept_layers(setup: Setup) -> tuple[float, float]:
@@ -216,4 +240,10 @@ def whole_layer_moment(
     if keeps_output:
         worst = {**worst, "o": 0.0}
     worst["in flight"] = of.input if next_input else 0.0
-    return Moment(when="backward of a layer recomputed whole", treatment=treatment, parts=worst, per_fraction={})
+    return Moment(
+        when="backward of a layer recomputed whole",
+        treatment=treatment,
+        parts=worst,
+        per_fraction={},
+        late_gradients=late_gradient_bytes(setup),
+    )

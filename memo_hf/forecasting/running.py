@@ -149,5 +149,5 @@ def _moments(setup: Setup) -> list[Moment]:
 
 
 def _parts(moment: Moment, held: Held, fraction: float) -> dict[str, float]:
-    gradients = held.gradient_bytes if moment.has_gradients else 0.0
+    gradients = max(0.0, held.gradient_bytes - moment.late_gradients) if moment.has_gradients else 0.0
     return {"weights and states": held.static_bytes, "gradients": gradients, **moment.at(fraction)}

@@ -119,7 +119,7 @@ class SimulatedCopies:
             else:
                 job.host.fill_(DEVICE_POISON)
             return
-        device_side = torch.empty(0, dtype=torch.uint8).set_(storage)
+        device_side = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if job.is_fetch:
             device_side.copy_(job.host)
         else:
