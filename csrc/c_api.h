@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MEMO_ABI_VERSION 2
+#define MEMO_ABI_VERSION 3
 #define MEMO_EXPORT __attribute__((visibility("default")))
 
 #define MEMO_ALIGNMENT 512          // of every planned address, and of every address on CUDA
@@ -33,7 +33,6 @@ typedef struct {
   uint64_t planned_bytes;       // requested bytes that got a planned address, summed over all time
   uint64_t dynamic_bytes;       // requested bytes that did not
   uint64_t arena_bytes;         // held for planned addresses now
-  uint64_t peak_held_bytes;     // highest sum of arenas and dynamic blocks since the last memo_core_take_peak
   uint64_t num_planned;         // requests that got a planned address
   uint64_t num_missed;          // requests that the plan has no entry for, or one of another size
   uint64_t num_conflicts;       // requests whose planned address was still in use
@@ -67,7 +66,7 @@ MEMO_EXPORT const char* memo_torch_version(void);
 
 MEMO_EXPORT void memo_core_statistics(memo_core* core, memo_statistics* out);
 
-// The highest live_bytes since the last call; both peaks start again from what is there now.
+// The highest live_bytes since the last call; the peak starts again from what is there now.
 MEMO_EXPORT uint64_t memo_core_take_peak(memo_core* core);
 
 // Adds a plan: the requests of every lane in the order in which they come. Returns null and sets *plan, or returns
@@ -120,6 +119,17 @@ MEMO_EXPORT void memo_cpu_uninstall(void);
 MEMO_EXPORT const char* memo_cuda_open(const char* runtime_path);
 
 MEMO_EXPORT memo_core* memo_cuda_core(int device);
+
+typedef struct {
+  uint64_t bytes;       // arenas, and what CUDA's pool for dynamic blocks holds, in use or not
+  uint64_t peak_bytes;  // the most since the last memo_cuda_reset_peak_held
+} memo_held;
+
+// What is held of the device's memory.
+MEMO_EXPORT void memo_cuda_held(int device, memo_held* out);
+
+// The peak starts again from what is held now.
+MEMO_EXPORT void memo_cuda_reset_peak_held(int device);
 
 // Null for 0 bytes. Out of memory it frees what it can, tries again, then throws what torch turns into OutOfMemoryError.
 MEMO_EXPORT void* memo_cuda_malloc(size_t bytes, int device, void* stream);

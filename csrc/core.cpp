@@ -70,7 +70,7 @@ void Core::note_dynamic(const void* data, std::uint64_t bytes, Stream stream) {
 void Core::count_alloc(const void* data, std::uint64_t bytes, Stream stream) {
   counts_.num_allocs += 1;
   counts_.live_bytes += bytes;
-  update_peaks();
+  counts_.peak_bytes = std::max(counts_.peak_bytes, counts_.live_bytes);
   if (recording_ && events_.size() < max_events_) {
     recorded_[data] = num_recorded_;
     log(MEMO_EVENT_ALLOC, num_recorded_++, bytes, stream_number(stream));
@@ -84,7 +84,7 @@ bool Core::free_planned(const void* data) {
   const std::uint64_t bytes = arena->give_back(data);
   counts_.planned_live_bytes -= bytes;
   count_free(data, bytes);
-  if (arena->idle() && arena != arena_) drop_idle_arenas();
+  if (arena->idle()) drop_idle_arenas();
   return true;
 }
 
@@ -111,7 +111,7 @@ bool Core::use_on_stream(const void* data, Stream stream) {
 }
 
 std::uint32_t Core::add_plan(const memo_planned_request* requests, std::size_t count, std::uint64_t arena_bytes) {
-  auto plan = std::make_unique<Plan>(Plan{arena_bytes, {}, {}});
+  auto plan = std::make_unique<Plan>(Plan{arena_bytes, true, {}, {}});
   std::map<std::uint32_t, std::pair<std::uint64_t, std::uint64_t>> ranges;  // of each stream: first and last address
   for (std::size_t i = 0; i < count; ++i) {
     const memo_planned_request& request = requests[i];
@@ -168,7 +168,7 @@ bool Core::begin_step(std::uint32_t number) {
   log(MEMO_EVENT_STEP, 0, 0, 0);
   if (number >= plans_.size()) return number == MEMO_NO_PLAN;
   Plan* const plan = plans_[number].get();
-  if (!make_arena(plan->arena_bytes)) return false;
+  if (!make_room(*plan)) return false;
   // Hazard: ranges belong to other streams than in the last plan, whose work there may still be running.
   const bool one_stream = last_plan_ == nullptr || (plan->streams.size() == 1 && plan->streams == last_plan_->streams);
   if (last_plan_ != plan && !one_stream) {
@@ -195,29 +195,41 @@ void Core::end_step() {
   log(MEMO_EVENT_STEP, 0, 0, 0);
 }
 
-bool Core::make_arena(std::uint64_t bytes) {
-  if (arena_ != nullptr && arena_->bytes() >= bytes) return true;
-  arena_ = nullptr;
-  drop_idle_arenas();
-  char* const base = device_.allocate_arena(bytes);
+// What the device keeps of freed dynamic blocks serves further ones, and cannot serve an arena. It goes back
+// - before an arena is made: that needs the room, and so it is where a plan was made again after many misses;
+// - before the first step of a plan: the steps of its shape were dynamic until now, and their memory is not asked for
+//   again. A longer shape's arena may be there already, so that none is made.
+// After that the device keeps at most what dynamic requests have needed at one time since: those of the planned steps,
+// which are few, and of whatever comes between, such as evaluation or a shape without a plan. The latter stays, as in a
+// caching allocator: it comes again, and it was held beside the arena anyway while it was needed. Neither part is in
+// the other's way: where a dynamic request finds no memory, the caller has an idle arena freed (release_idle).
+bool Core::make_room(Plan& plan) {
+  const bool fits = arena_ != nullptr && arena_->bytes() >= plan.arena_bytes;
+  if (!fits) {
+    arena_ = nullptr;
+    drop_idle_arenas();
+  }
+  if (!fits || plan.is_new) device_.trim();
+  plan.is_new = false;
+  if (fits) return true;
+  char* const base = device_.allocate_arena(plan.arena_bytes);
   if (base == nullptr) return false;
-  arena_ = arenas_.emplace_back(std::make_unique<Arena>(device_, base, bytes)).get();
-  counts_.arena_bytes += bytes;
-  update_peaks();
+  arena_ = arenas_.emplace_back(std::make_unique<Arena>(device_, base, plan.arena_bytes)).get();
+  counts_.arena_bytes += plan.arena_bytes;
   return true;
 }
 
 void Core::drop_idle_arenas() {
   std::erase_if(arenas_, [this](const std::unique_ptr<Arena>& arena) {
-    const bool needed = !arena->idle() || (plan_ != nullptr && arena.get() == arena_);
+    const bool needed = !arena->idle() || arena.get() == arena_;
     if (!needed) counts_.arena_bytes -= arena->bytes();
-    if (!needed && arena.get() == arena_) arena_ = nullptr;
     return !needed;
   });
 }
 
 void Core::release_idle() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (plan_ == nullptr && arena_ != nullptr && arena_->idle()) arena_ = nullptr;
   drop_idle_arenas();
 }
 
@@ -232,12 +244,6 @@ std::uint32_t Core::stream_number(Stream stream) {
   return streams_.try_emplace(stream, static_cast<std::uint32_t>(streams_.size())).first->second;
 }
 
-void Core::update_peaks() {
-  counts_.peak_bytes = std::max(counts_.peak_bytes, counts_.live_bytes);
-  const std::uint64_t held = counts_.arena_bytes + counts_.live_bytes - counts_.planned_live_bytes;
-  counts_.peak_held_bytes = std::max(counts_.peak_held_bytes, held);
-}
-
 memo_statistics Core::statistics() {
   std::lock_guard<std::mutex> lock(mutex_);
   return counts_;
@@ -246,8 +252,7 @@ memo_statistics Core::statistics() {
 std::uint64_t Core::take_peak() {
   std::lock_guard<std::mutex> lock(mutex_);
   const std::uint64_t peak = counts_.peak_bytes;
-  counts_.peak_bytes = counts_.peak_held_bytes = 0;
-  update_peaks();
+  counts_.peak_bytes = counts_.live_bytes;
   return peak;
 }
 

@@ -67,6 +67,7 @@ class Core {
   };
   struct Plan {
     std::uint64_t arena_bytes;
+    bool is_new;                         // no step was served from it yet
     std::vector<std::uint32_t> streams;  // ascending
     std::unordered_map<std::uint64_t, Lane> lanes;
   };
@@ -75,8 +76,7 @@ class Core {
   void* planned_address(std::uint64_t bytes, Stream stream);
   void count_alloc(const void* data, std::uint64_t bytes, Stream stream);
   void count_free(const void* data, std::uint64_t bytes);
-  void update_peaks();
-  bool make_arena(std::uint64_t bytes);
+  bool make_room(Plan& plan);
   void drop_idle_arenas();
   Arena* arena_of(const void* data);
   std::uint32_t stream_number(Stream stream);

@@ -31,7 +31,6 @@ class CpuDevice final : public memo::Device {
  public:
   char* allocate_arena(std::uint64_t bytes) override {
     if (bytes > SIZE_MAX - kHugePageBytes) return nullptr;
-    malloc_trim(0);  // what the heap keeps of the steps before is not needed beside the arena
     const std::size_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
     void* const base = std::aligned_alloc(kHugePageBytes, rounded);
     // The arena stays for the whole training: fewer, larger pages are worth their first touch. Advice only.
@@ -39,6 +38,7 @@ class CpuDevice final : public memo::Device {
     return static_cast<char*>(base);
   }
   void free_arena(char* base) override { std::free(base); }
+  void trim() override { malloc_trim(0); }
 
   // Work on the CPU is done when the call that asked for it returns, or its caller holds the tensor until it is.
   memo::Fence record(memo::Stream) override { return nullptr; }

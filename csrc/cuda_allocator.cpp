@@ -5,6 +5,7 @@
 // its memory is given out again only behind those events.
 
 #include "core.hpp"
+#include "cuda_held.hpp"
 #include "cuda_runtime.hpp"
 #include "torch_error.hpp"
 
@@ -71,15 +72,10 @@ class DeviceScope {
 
 class CudaDevice final : public Device {
  public:
-  explicit CudaDevice(int index) : core(*this), index_(index) {
-    const DeviceScope scope(index_);
-    std::uint64_t keep_everything = UINT64_MAX;
-    if (cuda.DeviceGetDefaultMemPool(&pool_, index_) == 0) {
-      cuda.MemPoolSetAttribute(pool_, kCudaReleaseThreshold, &keep_everything);
-    }
-  }
+  explicit CudaDevice(int index) : core(*this), held(cuda, index), index_(index) {}
 
   Core core;
+  CudaHeld held;
 
   // Null and a message where there is no memory even after everything that can be freed was.
   void* allocate(std::uint64_t bytes, Stream stream, std::string* error) {
@@ -115,11 +111,8 @@ class CudaDevice final : public Device {
   }
 
   void release_unused() {
-    const DeviceScope scope(index_);
-    free_finished(true);
     core.release_idle();
-    cuda.DeviceSynchronize();  // stream-ordered frees give nothing back before they have run
-    if (pool_ != nullptr) cuda.MemPoolTrimTo(pool_, 0);
+    trim();
   }
 
   // --- Device; called under the core's lock ---
@@ -128,24 +121,28 @@ class CudaDevice final : public Device {
     const DeviceScope scope(index_);
     void* base = nullptr;
     if (bytes > UINT64_MAX - MEMO_ALIGNMENT) return nullptr;
-    if (int status = cuda.Malloc(&base, bytes + MEMO_ALIGNMENT); status != 0) {
-      cuda.GetLastError();
-      cuda.DeviceSynchronize();
-      if (pool_ != nullptr) cuda.MemPoolTrimTo(pool_, 0);
-      if (cuda.Malloc(&base, bytes + MEMO_ALIGNMENT) != 0) {
-        cuda.GetLastError();
-        return nullptr;
-      }
+    if (cuda.Malloc(&base, bytes + MEMO_ALIGNMENT) != 0) {
+      cuda.GetLastError();  // or the next kernel launch would report it
+      return nullptr;
     }
+    held.add_arena(bytes + MEMO_ALIGNMENT);
     auto* const start = reinterpret_cast<char*>(aligned(reinterpret_cast<std::uintptr_t>(base)));
-    arena_bases_[start] = base;
+    made_[start] = {base, bytes + MEMO_ALIGNMENT};
     return start;
   }
 
   void free_arena(char* start) override {
     const DeviceScope scope(index_);
-    cuda.Free(arena_bases_.at(start));  // waits for the device by itself
-    arena_bases_.erase(start);
+    const auto [base, bytes] = made_.at(start);
+    cuda.Free(base);  // waits for the device by itself
+    held.remove_arena(bytes);
+    made_.erase(start);
+  }
+
+  void trim() override {
+    const DeviceScope scope(index_);
+    free_finished(true);
+    held.trim();
   }
 
   Fence record(Stream stream) override {
@@ -242,8 +239,8 @@ class CudaDevice final : public Device {
   }
 
   const int index_;
-  void* pool_ = nullptr;
-  std::unordered_map<char*, void*> arena_bases_;  // aligned start of an arena: what cudaMalloc returned
+  // Aligned start of an arena: what cudaMalloc returned, and its bytes.
+  std::unordered_map<char*, std::pair<void*, std::uint64_t>> made_;
 
   std::mutex mutex_;  // of everything below
   std::unordered_map<void*, void*> shifted_;  // a block moved up to its alignment: what cudaMallocAsync returned
@@ -258,7 +255,10 @@ CudaDevice* device_at(int index) {
   std::lock_guard<std::mutex> lock(devices_mutex);
   if (!opened || index < 0 || index >= kMaxDevices) return nullptr;
   auto& device = devices[static_cast<std::size_t>(index)];
-  if (device == nullptr) device = new CudaDevice(index);
+  if (device == nullptr) {
+    const DeviceScope scope(index);
+    device = new CudaDevice(index);
+  }
   return device;
 }
 
@@ -286,6 +286,16 @@ const char* memo_cuda_open(const char* runtime_path) {
 memo_core* memo_cuda_core(int device) {
   memo::CudaDevice* const found = memo::device_at(device);
   return found == nullptr ? nullptr : reinterpret_cast<memo_core*>(&found->core);
+}
+
+void memo_cuda_held(int device, memo_held* out) {
+  memo::CudaDevice* const found = memo::device_at(device);
+  *out = found == nullptr ? memo_held{} : found->held.read();
+}
+
+void memo_cuda_reset_peak_held(int device) {
+  memo::CudaDevice* const found = memo::device_at(device);
+  if (found != nullptr) found->held.reset_peak();
 }
 
 void* memo_cuda_try_malloc(size_t bytes, int device, void* stream, const char** error) {

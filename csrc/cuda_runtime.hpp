@@ -17,6 +17,7 @@ namespace memo {
   MEMO_CUDA(FreeAsync, (void*, void* stream))                      \
   MEMO_CUDA(DeviceGetDefaultMemPool, (void** pool, int device))    \
   MEMO_CUDA(MemPoolSetAttribute, (void* pool, int, void*))         \
+  MEMO_CUDA(MemPoolGetAttribute, (void* pool, int, void*))         \
   MEMO_CUDA(MemPoolTrimTo, (void* pool, std::size_t))              \
   MEMO_CUDA(MemGetInfo, (std::size_t * free, std::size_t * total)) \
   MEMO_CUDA(EventCreateWithFlags, (void** event, unsigned int))    \
@@ -33,6 +34,8 @@ namespace memo {
 constexpr int kCudaMemoryAllocation = 2;          // cudaErrorMemoryAllocation
 constexpr int kCudaNotReady = 600;                // cudaErrorNotReady
 constexpr int kCudaReleaseThreshold = 4;          // cudaMemPoolAttrReleaseThreshold
+constexpr int kCudaReservedNow = 5;               // cudaMemPoolAttrReservedMemCurrent
+constexpr int kCudaReservedHigh = 6;              // cudaMemPoolAttrReservedMemHigh
 constexpr unsigned int kCudaDisableTiming = 2;    // cudaEventDisableTiming
 
 struct CudaRuntime {

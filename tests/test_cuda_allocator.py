@@ -4,6 +4,8 @@ import ctypes
 import random
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,9 @@ def test_a_training_is_recorded_placed_and_served(fake_torch):
     stats = allocator.stats
     assert (stats.num_planned, stats.num_missed, stats.num_conflicts) == (5 * 24, 0, 0), lines
     assert fake_torch.runtime.fake_count(2) == mallocs, "a planned step asks CUDA for nothing"
+    held = native.Held()
+    fake_torch.library.memo_cuda_held(fake_torch.device, ctypes.byref(held))
+    assert held.bytes == stats.arena_bytes + 512, "what the steps before the plan left in CUDA's pool went back"
     ranges = {}
     for request in plan.requests:
         low, high = ranges.get(request.stream, (2**60, 0))
@@ -227,6 +232,15 @@ def test_install_too_late_names_the_line_to_move(installed, monkeypatch):
         cuda.installed_library()
 
 
+def test_install_behind_bitsandbytes_names_the_imports(installed, monkeypatch):
+    """# case 98: it is peft, or transformers' Trainer, that imports it, and it that uses CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    with pytest.raises(MemoError, match=r"^bitsandbytes, .* before importing peft or transformers\.Trainer"):
+        cuda.install()
+    assert "current" not in installed
+
+
 def test_install_says_that_expandable_segments_have_no_effect(installed, monkeypatch):
     """# case 106"""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments : True")
@@ -245,11 +259,16 @@ def test_torchs_statistics_are_answered(installed, fake_torch, monkeypatch):
     kept, gone = fake_torch.malloc(5000), fake_torch.malloc(3000)
     fake_torch.free(gone)
     device = torch.device("cuda", fake_torch.device)
-    assert torch.cuda.memory_allocated(device) == torch.cuda.memory_reserved(device) == 5000
-    assert torch.cuda.max_memory_allocated(device) == torch.cuda.max_memory_reserved(device) == 8000
+    # Reserved is what CUDA's pool holds: blocks of whole 512 bytes, and those that are freed.
+    assert (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)) == (5000, 5120 + 3072)
+    assert (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) == (8000, 5120 + 3072)
     torch.cuda.reset_peak_memory_stats(device)
     torch.cuda.reset_accumulated_memory_stats(device)
-    assert torch.cuda.max_memory_allocated(device) == 5000
+    assert (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) == (5000, 5120 + 3072)
+    fake_torch.library.memo_cuda_empty_cache()
+    assert (torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)) == (5120, 5120 + 3072)
+    torch.cuda.reset_peak_memory_stats(device)
+    assert torch.cuda.max_memory_reserved(device) == 5120
     stats = torch.cuda.memory_stats(device)
     assert (stats["allocation.all.allocated"], stats["allocation.all.current"], stats["num_ooms"]) == (2, 1, 0)
     assert stats["allocated_bytes.all.freed"] == 3000

@@ -24,6 +24,8 @@ static_assert(sizeof(cudaError_t) == sizeof(int));
 static_assert(memo::kCudaMemoryAllocation == cudaErrorMemoryAllocation);
 static_assert(memo::kCudaNotReady == cudaErrorNotReady);
 static_assert(memo::kCudaReleaseThreshold == cudaMemPoolAttrReleaseThreshold);
+static_assert(memo::kCudaReservedNow == cudaMemPoolAttrReservedMemCurrent);
+static_assert(memo::kCudaReservedHigh == cudaMemPoolAttrReservedMemHigh);
 static_assert(memo::kCudaDisableTiming == cudaEventDisableTiming);
 
 }  // namespace

@@ -22,6 +22,7 @@ void throw_out_of_memory(const std::string& message) { throw std::runtime_error(
 
 namespace {
 
+// As in fake_cudart.cpp.
 enum { kMalloc, kFree, kMallocAsync, kFreeAsync, kTrim, kRecord, kWait, kSynchronize, kEventsAlive, kUsed };
 
 struct Fake {
@@ -146,6 +147,90 @@ void the_arena_is_made_once_and_freed_once() {
   memo_cuda_free(data, K, device, kMain);
   finish(device);
   CHECK(fake.count(kMalloc) == made + 2 && fake.count(kFree) == freed + 2);
+}
+
+memo_held held(int device) {
+  memo_held out;
+  memo_cuda_held(device, &out);
+  return out;
+}
+
+// A step without a plan or evaluation: blocks of these sizes at once, all freed at the end.
+void dynamic_step(int device, const std::vector<std::size_t>& sizes) {
+  CHECK(memo_core_begin_step(memo_cuda_core(device), MEMO_NO_PLAN) == 1);
+  std::vector<void*> blocks;
+  for (std::size_t bytes : sizes) blocks.push_back(memo_cuda_malloc(bytes, device, kMain));
+  // The pool may have this one back only when the copy stream is done with it.
+  fake.fill(kSide, blocks[0], sizes[0], 1);
+  memo_cuda_record_stream(blocks[0], kSide);
+  for (std::size_t i = 0; i < sizes.size(); ++i) memo_cuda_free(blocks[i], sizes[i], device, kMain);
+  memo_core_end_step(memo_cuda_core(device));
+}
+
+// What is held of the device, to the byte, from the first step to plans of two shapes, evaluation and a plan made again.
+void the_pool_makes_room_for_arenas() {
+  const int device = fresh_device();
+  memo_core* const core = memo_cuda_core(device);
+  CHECK(held(device).bytes == 0 && held(device).peak_bytes == 0);
+  void* const weights = memo_cuda_malloc(8 * K, device, kMain);
+  dynamic_step(device, {60 * K, 40 * K});
+  CHECK(held(device).bytes == 108 * K && held(device).peak_bytes == 108 * K);  // the pool keeps all
+
+  // The first plan: its arena takes the place of what its steps had of the pool.
+  const auto plan = add_plan(device, {{0, 0, 60 * K, 0}}, 100 * K);
+  const std::uint64_t arena = 100 * K + 512;
+  const auto planned_step = [&](std::uint32_t number) {
+    begin(device, number);
+    memo_cuda_free(memo_cuda_malloc(60 * K, device, kMain), 60 * K, device, kMain);
+    memo_core_end_step(core);
+  };
+  fake.configure(static_cast<std::size_t>(arena + 8 * K), 0, 0, 0);  // room for no byte more
+  planned_step(plan);
+  fake.configure(kPlenty, 0, 0, 0);
+  CHECK(held(device).bytes == arena + 8 * K && held(device).peak_bytes == arena + 8 * K);
+  memo_cuda_reset_peak_held(device);
+
+  // A second, shorter shape is dynamic beside the arena. Its plan fits there, and its memory goes back all the same.
+  dynamic_step(device, {30 * K, 20 * K});
+  planned_step(plan);
+  CHECK(held(device).bytes == arena + 58 * K);
+  const auto shorter = add_plan(device, {{0, 0, 60 * K, 0}}, 60 * K);
+  planned_step(shorter);
+  CHECK(held(device).bytes == arena + 8 * K && held(device).peak_bytes == arena + 58 * K);
+  memo_cuda_reset_peak_held(device);
+  CHECK(held(device).peak_bytes == arena + 8 * K);
+
+  // Evaluation over and over: its memory stays for the next, does not add up, and costs no planned step a wait.
+  const long synchronized = fake.count(kSynchronize), asked = fake.count(kTrim);
+  for (int round = 0; round < 3; ++round) {
+    dynamic_step(device, {16 * K});
+    fake.synchronize();
+    planned_step(plan);
+    planned_step(shorter);
+    fake.synchronize();
+    begin(device, plan);  // one request that the plan does not know
+    memo_cuda_free(memo_cuda_malloc(16 * K, device, kMain), 16 * K, device, kMain);
+    memo_core_end_step(core);
+  }
+  CHECK(fake.count(kSynchronize) == synchronized + 6 && fake.count(kTrim) == asked);
+  CHECK(held(device).bytes == arena + 24 * K && held(device).peak_bytes == arena + 24 * K);
+
+  // A plan made again while a block stays at an address of the old one, then freed: two arenas, then one.
+  begin(device, plan);
+  void* const stays = memo_cuda_malloc(60 * K, device, kMain);
+  memo_core_end_step(core);
+  memo_core_retire_arena(core);
+  planned_step(add_plan(device, {{0, 0, 60 * K, 0}}, 100 * K));
+  CHECK(held(device).bytes == 2 * arena + 8 * K);
+  memo_cuda_free(stays, 60 * K, device, kMain);
+  CHECK(held(device).bytes == arena + 8 * K && held(device).peak_bytes == 2 * arena + 8 * K);
+  CHECK(fake.count(kUsed) == static_cast<long>(arena + 8 * K));
+
+  memo_cuda_free(weights, 8 * K, device, kMain);
+  memo_cuda_empty_cache();
+  memo_cuda_reset_peak_held(device);
+  CHECK(held(device).bytes == 0 && held(device).peak_bytes == 0);
+  finish(device);
 }
 
 // A copy stream reads a block that the main stream frees and takes again. Returns how often it read wrong bytes.
@@ -398,6 +483,7 @@ int main(int, char** arguments) {
   RUN(no_bytes_no_address);
   RUN(addresses_are_aligned);
   RUN(the_arena_is_made_once_and_freed_once);
+  RUN(the_pool_makes_room_for_arenas);
   RUN(record_stream_is_honoured);
   RUN(another_stream_waits_for_the_last_free);
   RUN(a_change_of_plan_moves_no_range_too_early);

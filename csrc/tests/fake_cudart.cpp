@@ -3,6 +3,7 @@
 //
 // fake_* functions are for the tests: work that fills and checks memory, faults to come, counts.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -18,6 +19,7 @@
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kMemoryAllocation = 2, kNotReady = 600;
+constexpr int kReleaseThreshold = 4, kReservedNow = 5, kReservedHigh = 6;  // attributes of a pool
 
 struct Event {
   void* stream = nullptr;
@@ -29,8 +31,17 @@ struct Work {
   Event* after = nullptr;  // may not run before this event is done
 };
 
-struct Segment {  // memory that a stream-ordered pool has from the device
+struct Pool {  // of one device: what it has from the device, in blocks or kept
+  std::uint64_t reserved = 0, high = 0;
+};
+
+struct Block {
   std::size_t bytes;
+  Pool* pool;
+};
+
+struct Segment {  // a freed block that its pool keeps
+  Block block;
   void* freed_on;
   Event* freed;  // done when its last free has run, whatever earlier frees of the same address did
 };
@@ -40,8 +51,9 @@ struct Runtime {
   std::map<void*, std::deque<Work>> streams;
   std::set<Event*> events;
   std::map<void*, std::size_t> arenas;     // of cudaMalloc
-  std::map<void*, std::size_t> blocks;     // of cudaMallocAsync, live
-  std::multimap<void*, Segment> cached;    // freed blocks that the pool keeps
+  std::map<int, Pool> pools;               // by device
+  std::map<void*, Block> blocks;           // of cudaMallocAsync, live
+  std::multimap<void*, Segment> cached;
   std::size_t capacity = std::size_t{1} << 40, used = 0;
   int last_error = kSuccess;
   std::map<int, int> current_device;
@@ -147,17 +159,21 @@ int cudaMallocAsync(void** out, std::size_t bytes, void* stream) {
   auto& r = rt();
   r.counts[kMallocAsync]++;
   if (r.fail_mallocs > 0 && r.fail_mallocs--) return fail(kMemoryAllocation);
+  Pool& pool = r.pools[device];
   for (auto it = r.cached.begin(); it != r.cached.end(); ++it) {
     const Segment& segment = it->second;
-    if (segment.bytes != bytes || !(segment.freed_on == stream || segment.freed->done)) continue;
+    if (segment.block.bytes != bytes || segment.block.pool != &pool) continue;
+    if (segment.freed_on != stream && !segment.freed->done) continue;
     *out = it->first;
     r.cached.erase(it);
-    r.blocks[*out] = bytes;
+    r.blocks[*out] = {bytes, &pool};
     return kSuccess;
   }
   *out = from_device(bytes);
   if (*out == nullptr) return fail(kMemoryAllocation);
-  r.blocks[*out] = bytes;
+  r.blocks[*out] = {bytes, &pool};
+  pool.reserved += bytes;
+  pool.high = std::max(pool.high, pool.reserved);
   return kSuccess;
 }
 
@@ -172,20 +188,42 @@ int cudaFreeAsync(void* data, void* stream) {
   return kSuccess;
 }
 
-int cudaDeviceGetDefaultMemPool(void** pool, int) { return *pool = &rt(), kSuccess; }
+int cudaDeviceGetDefaultMemPool(void** pool, int of) {
+  LOCK;
+  return *pool = &rt().pools[of], kSuccess;
+}
 
-int cudaMemPoolSetAttribute(void*, int attribute, void*) { return attribute == 4 ? kSuccess : fail(kInvalidValue); }
+// The release threshold must be to keep everything. A high mark of 0 stays there until the pool grows: CUDA's header
+// does not say more.
+int cudaMemPoolSetAttribute(void* pool, int attribute, void* value) {
+  LOCK;
+  const auto number = *static_cast<std::uint64_t*>(value);
+  if (attribute == kReleaseThreshold) return number == UINT64_MAX ? kSuccess : fail(kInvalidValue);
+  if (attribute != kReservedHigh || number != 0) return fail(kInvalidValue);
+  static_cast<Pool*>(pool)->high = 0;
+  return kSuccess;
+}
 
-int cudaMemPoolTrimTo(void*, std::size_t) {
+int cudaMemPoolGetAttribute(void* pool, int attribute, void* value) {
+  LOCK;
+  const Pool& p = *static_cast<Pool*>(pool);
+  if (attribute != kReservedNow && attribute != kReservedHigh) return fail(kInvalidValue);
+  *static_cast<std::uint64_t*>(value) = attribute == kReservedNow ? p.reserved : p.high;
+  return kSuccess;
+}
+
+int cudaMemPoolTrimTo(void* pool, std::size_t) {
   LOCK;
   auto& r = rt();
   r.counts[kTrim]++;
   for (auto it = r.cached.begin(); it != r.cached.end();) {
-    if (!it->second.freed->done) {
+    const Segment& segment = it->second;
+    if (segment.block.pool != pool || !segment.freed->done) {
       ++it;
       continue;
     }
-    to_device(it->first, it->second.bytes);
+    segment.block.pool->reserved -= segment.block.bytes;
+    to_device(it->first, segment.block.bytes);
     it = r.cached.erase(it);
   }
   return kSuccess;

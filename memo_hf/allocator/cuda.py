@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
 
 import torch
@@ -30,6 +31,12 @@ def install() -> None:
     if _installed is not None:
         return
     if torch.cuda.is_initialized():
+        if "bitsandbytes" in sys.modules:
+            raise MemoError(
+                "bitsandbytes, which peft imports, uses CUDA as soon as it is imported, and after that CUDA's memory "
+                "allocator cannot be changed any more. Call memo_hf.allocator.cuda.install() before importing peft or "
+                "transformers.Trainer, which imports peft, or use MemoConfig(allocator='stock')"
+            )
         raise MemoError(
             "CUDA has been used in this process, so its memory allocator cannot be changed any more. Move the line "
             "memo_hf.allocator.cuda.install() up, before the first tensor or model on 'cuda' and before Accelerator() "
@@ -65,23 +72,27 @@ def installed_library() -> ctypes.CDLL:
 
 
 def memory_stats_as_nested_dict(device=None) -> dict:
-    """What torch.cuda.memory_stats is made of. Bytes are as requested; pools are not told apart."""
+    """What torch.cuda.memory_stats is made of.
+
+    Bytes are as requested, those reserved as held from the device: arenas, and what CUDA's pool keeps for dynamic blocks.
+    torch's large and small pools are not told apart.
+    """
     if not torch.cuda.is_initialized():
         return {}
-    library = installed_library()
-    counts = native.Statistics()
-    library.memo_core_statistics(_core(library, device), ctypes.byref(counts))
-    dynamic_now = counts.live_bytes - counts.planned_live_bytes
+    library, index = installed_library(), _index(device)
+    counts, held = native.Statistics(), native.Held()
+    library.memo_core_statistics(library.memo_cuda_core(index), ctypes.byref(counts))
+    library.memo_cuda_held(index, ctypes.byref(held))
     requested = counts.planned_bytes + counts.dynamic_bytes
     in_use = _figure(counts.live_bytes, counts.peak_bytes, requested)
-    held = _figure(counts.arena_bytes + dynamic_now, counts.peak_held_bytes, requested)
+    reserved = _figure(held.bytes, held.peak_bytes, held.bytes)  # CUDA does not sum up what it gave and took back
     blocks = _figure(counts.num_allocs - counts.num_frees, counts.num_allocs - counts.num_frees, counts.num_allocs)
     nothing = _figure(0, 0, 0)
     figures = {
         "allocated_bytes": in_use,
         "active_bytes": in_use,
         "requested_bytes": in_use,
-        "reserved_bytes": held,
+        "reserved_bytes": reserved,
         "allocation": blocks,
         "active": blocks,
         "segment": nothing,
@@ -96,16 +107,17 @@ def memory_stats_as_nested_dict(device=None) -> dict:
 
 def reset_peak_memory_stats(device=None) -> None:
     """torch.cuda.reset_peak_memory_stats: the peaks start again from what is there now."""
-    library = installed_library()
-    library.memo_core_take_peak(_core(library, device))
+    library, index = installed_library(), _index(device)
+    library.memo_core_take_peak(library.memo_cuda_core(index))
+    library.memo_cuda_reset_peak_held(index)
 
 
 def reset_accumulated_memory_stats(device=None) -> None:
     """torch.cuda.reset_accumulated_memory_stats: nothing to do, since sums here are of the whole process."""
 
 
-def _core(library, device) -> int:
-    return library.memo_cuda_core(torch.cuda._utils._get_device_index(device, optional=True))
+def _index(device) -> int:
+    return torch.cuda._utils._get_device_index(device, optional=True)
 
 
 def _figure(current: int, peak: int, allocated: int) -> dict[str, int]:

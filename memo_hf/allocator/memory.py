@@ -24,14 +24,13 @@ _taken: set[torch.device] = set()
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Counts of one device's allocator since it was loaded; peaks since the last `DeviceMemory.take_peak`.
+    """Counts of one device's allocator since it was loaded; the peak since the last `DeviceMemory.take_peak`.
 
     Attributes:
         live_bytes: Requested and not freed.
         peak_bytes: The most there have been.
         planned_live_bytes: The part of `live_bytes` at planned addresses.
         arena_bytes: Held for planned addresses now.
-        peak_held_bytes: The most of arena and dynamic blocks together.
         planned_bytes: Requested bytes that got a planned address, summed up.
         dynamic_bytes: Requested bytes that did not.
         num_planned: Requests that got a planned address.
@@ -45,7 +44,6 @@ class MemoryStats:
     peak_bytes: int
     planned_live_bytes: int
     arena_bytes: int
-    peak_held_bytes: int
     planned_bytes: int
     dynamic_bytes: int
     num_planned: int
@@ -152,7 +150,7 @@ class DeviceMemory:
         return MemoryStats(**{name: getattr(counts, name) for name in names}, misses_by_phase=by_phase)
 
     def take_peak(self) -> int:
-        """`peak_bytes`; the peaks start again from what is there now."""
+        """`peak_bytes`; the peak starts again from what is there now."""
         return self._library.memo_core_take_peak(self._core)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memo_hf.errors import MemoError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ALIGNMENT = 512
 NO_PHASE = NO_PLAN = 0xFFFFFFFF
 
@@ -31,8 +31,9 @@ def _structure(name: str, fields: str) -> type[ctypes.Structure]:
 Statistics = _structure(
     "Statistics",
     "Q live_bytes, Q peak_bytes, Q num_allocs, Q num_frees, Q planned_live_bytes, Q planned_bytes, Q dynamic_bytes,"
-    "Q arena_bytes, Q peak_held_bytes, Q num_planned, Q num_missed, Q num_conflicts, Q num_outside",
+    "Q arena_bytes, Q num_planned, Q num_missed, Q num_conflicts, Q num_outside",
 )
+Held = _structure("Held", "Q bytes, Q peak_bytes")
 PlannedRequest = _structure("PlannedRequest", "I phase, I stream, Q bytes, Q offset")
 Event = _structure("Event", "Q request, Q bytes, I kind, I phase, I stream, I thread")
 EVENT_ALLOC, EVENT_FREE, EVENT_MARK, EVENT_STEP = range(4)
@@ -64,6 +65,8 @@ _CPU_FUNCTIONS = _CORE_FUNCTIONS | {
 _CUDA_FUNCTIONS = _CORE_FUNCTIONS | {
     "memo_cuda_open": (_text, [_text]),
     "memo_cuda_core": (_pointer, [ctypes.c_int]),
+    "memo_cuda_held": (None, [ctypes.c_int, ctypes.POINTER(Held)]),
+    "memo_cuda_reset_peak_held": (None, [ctypes.c_int]),
     "memo_cuda_try_malloc": (_pointer, [_size, ctypes.c_int, _pointer, ctypes.POINTER(_text)]),
     "memo_cuda_free": (None, [_pointer, _size, ctypes.c_int, _pointer]),
     "memo_cuda_record_stream": (None, [_pointer, _pointer]),
