@@ -18,7 +18,7 @@ class Device {
   virtual ~Device() = default;
   virtual char* allocate_arena(std::uint64_t bytes) = 0;  // null where there is no memory
   virtual void free_arena(char* base) = 0;
-  virtual void trim() = 0;                               // what it keeps of freed dynamic blocks goes back to the system
+  virtual void trim() = 0;                               // what it keeps of freed dynamic blocks goes back
   virtual Fence record(Stream stream) = 0;               // behind all work that is queued on the stream now
   virtual void wait(Stream stream, Fence fence) = 0;     // what is queued on the stream from now on runs behind the fence
   virtual void drop(Fence fence) = 0;

@@ -167,7 +167,7 @@ void dynamic_step(int device, const std::vector<std::size_t>& sizes) {
   memo_core_end_step(memo_cuda_core(device));
 }
 
-// What is held of the device, to the byte, from the first step to plans of two shapes, evaluation and a plan made again.
+// What is held of the device, to the byte: first steps, plans of two shapes, evaluation, a plan made again.
 void the_pool_makes_room_for_arenas() {
   const int device = fresh_device();
   memo_core* const core = memo_cuda_core(device);

@@ -74,7 +74,7 @@ def installed_library() -> ctypes.CDLL:
 def memory_stats_as_nested_dict(device=None) -> dict:
     """What torch.cuda.memory_stats is made of.
 
-    Bytes are as requested, those reserved as held from the device: arenas, and what CUDA's pool keeps for dynamic blocks.
+    Bytes are as requested; those reserved are what is held from the device: arenas, and CUDA's pool for dynamic blocks.
     torch's large and small pools are not told apart.
     """
     if not torch.cuda.is_initialized():
