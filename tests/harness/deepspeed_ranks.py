@@ -1,10 +1,11 @@
-"""Two real processes over gloo in which DeepSpeed runs, on its own: ZeRO-3 changes torch for the whole process.
+"""Real processes over gloo in which DeepSpeed runs, on its own: ZeRO-3 changes torch for the whole process.
 
 A test module names what is to run; `run_with_deepspeed` returns what each case gave or raised.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -14,12 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from harness.forked import run_forked
 from harness.ranks import RANKS, forget_accelerate
 
 Cases = Callable[[int, Path], Iterator[tuple[object, Callable[[], object]]]]
 
 
-def run_with_deepspeed(cases: Cases, folder: Path) -> list[dict]:
+def run_with_deepspeed(cases: Cases, folder: Path, num_ranks: int = RANKS) -> list[dict]:
     """For each rank, by name of the case, what it returned, or the exception that it raised.
 
     Args:
@@ -28,8 +30,8 @@ def run_with_deepspeed(cases: Cases, folder: Path) -> list[dict]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_work, (cases, port, folder), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    run_forked(_work, num_ranks, cases, port, folder, num_ranks=num_ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
 def forget_states() -> None:
@@ -38,12 +40,13 @@ def forget_states() -> None:
     forget_accelerate()
 
 
-def _work(rank: int, cases: Cases, port: int, folder: Path) -> None:
+def _work(rank: int, num_ranks: int, cases: Cases, port: int, folder: Path) -> None:
     os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
     )  # fmt: skip
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
     # Or it would be compiled, for 20 seconds. Imported by name: DeepSpeed has another thing called torch there.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     found = {}
