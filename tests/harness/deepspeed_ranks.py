@@ -5,17 +5,14 @@ A test module names what is to run; `run_with_deepspeed` returns what each case 
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
-import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from harness.forked import run_forked
+from harness.forked import run_ranks
 from harness.ranks import RANKS, forget_accelerate
 
 Cases = Callable[[int, Path], Iterator[tuple[object, Callable[[], object]]]]
@@ -27,10 +24,7 @@ def run_with_deepspeed(cases: Cases, folder: Path, num_ranks: int = RANKS) -> li
     Args:
         cases: of a module, asked in each process with its rank and `folder` for (name, function) of all that runs.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    run_forked(_work, num_ranks, cases, port, folder, num_ranks=num_ranks)
+    run_ranks(_work, cases, folder, num_ranks=num_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
@@ -40,13 +34,7 @@ def forget_states() -> None:
     forget_accelerate()
 
 
-def _work(rank: int, num_ranks: int, cases: Cases, port: int, folder: Path) -> None:
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
+def _work(rank: int, cases: Cases, folder: Path) -> None:
     # Or it would be compiled, for 20 seconds. Imported by name: DeepSpeed has another thing called torch there.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     found = {}
