@@ -48,22 +48,6 @@ def restored_attention():
         parallel_state_sp._release_sequence_parallel_groups()
 
 
-@contextlib.contextmanager
-def gathered_gradients_on_gloo():
-    """In the body transformers' loss goes backward over gloo in any pair of ranks.
-
-    The gradient of torch's all-gather is scattered there from "rank 0" and "rank 1" of the world, who are not in the
-    second pair. NCCL takes another way.
-    """
-    scatter = dist.scatter
-
-    def from_rank_of_group(tensor, parts, source, group):
-        scatter(tensor, parts, group=group, group_src=source)
-
-    with mock.patch.object(dist, "scatter", from_rank_of_group):
-        yield
-
-
 def ds_config(stage):
     leaf = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": ["LlamaDecoderLayer"]}}
     return {
@@ -107,7 +91,7 @@ def by_accelerate(rows, stage, memo):
     assert accelerator.num_processes == dist.get_world_size()
     loader = torch.utils.data.DataLoader(rows, batch_size=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with restored_attention(), gathered_gradients_on_gloo():
+    with restored_attention():
         engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         assert engine.zero_optimization_stage() == stage
         batch = next(iter(loader))
@@ -140,7 +124,7 @@ def by_trainer(rows, stage, memo, folder):
     trainer = MemoTrainer(model=model, args=args, train_dataset=rows, memo=MEMO if memo else None)
     assert trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
     assert trainer.accelerator.num_processes == dist.get_world_size() and trainer.get_sp_size() == SHARE
-    with restored_attention(), gathered_gradients_on_gloo():
+    with restored_attention():
         trainer.train()
     if memo:
         assert trainer.memo_stats.forwards == 1 and trainer.memo_stats.total_swapped_bytes > 0

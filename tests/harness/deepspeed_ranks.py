@@ -34,9 +34,24 @@ def forget_states() -> None:
     forget_accelerate()
 
 
-def _work(rank: int, cases: Cases, folder: Path) -> None:
+def deepspeed_over_gloo() -> None:
+    """Let DeepSpeed start at once on a CPU, and train in any pair of ranks there. In this process, for good.
+
+    The gradient of torch's all-gather, which transformers' loss of a sequence goes through, is scattered over gloo from
+    "rank 0" and "rank 1" of the world, who are not in the second pair. NCCL takes another way.
+    """
     # Or it would be compiled, for 20 seconds. Imported by name: DeepSpeed has another thing called torch there.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    scatter = torch.distributed.scatter
+
+    def from_rank_of_group(tensor, parts, source, group):
+        scatter(tensor, parts, group=group, group_src=source)
+
+    torch.distributed.scatter = from_rank_of_group
+
+
+def _work(rank: int, cases: Cases, folder: Path) -> None:
+    deepspeed_over_gloo()
     found = {}
     for name, function in cases(rank, folder):
         try:
