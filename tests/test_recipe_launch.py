@@ -1,18 +1,21 @@
 """The accelerate configurations of the recipes: known to accelerate, and forecast as what they launch."""
 
 import importlib.util
+import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from datasets import disable_progress_bars
+from datasets import IterableDataset, disable_progress_bars
 from tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +51,9 @@ def test_the_sizes_of_an_engine_differ_in_numbers_alone(engine):
         if "deepspeed_config" in found[size]:
             found[size]["deepspeed_config"].pop("deepspeed_multinode_launcher", None)
         if engine == "zero3_ulysses":  # a sequence is shared within a node
-            assert found[size]["parallelism_config"].pop("parallelism_config_sp_size") == ranks // nodes
+            sizes = found[size]["parallelism_config"]
+            assert sizes.pop("parallelism_config_sp_size") == ranks // nodes
+            assert sizes.pop("parallelism_config_dp_shard_size", 1) == nodes
     assert all(config == found["8gpu"] for config in found.values())
 
 
@@ -145,26 +150,28 @@ def test_a_launch_is_forecast_and_not_run(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-OVER_GLOO = """
-import sys
-from accelerate.state import PartialState
-PartialState(backend="gloo")  # else accelerate takes two CPU processes under DeepSpeed for one
-import llama7b_1m
-llama7b_1m.main(sys.argv[1:])
-"""
+def taking_turns(rows):
+    """Of four ranks: a step trains a sequence of one rank of either node, so these follow each other here."""
+    for first, second, third, fourth in batched(rows, 4):
+        yield from (first, third, second, fourth)
+
+
+def batched(rows, number):
+    rows = iter(rows)
+    while batch := list(itertools.islice(rows, number)):
+        yield batch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_zero3_and_ulysses_train_what_one_process_trains(tmp_path):
-    """The flagship under its own configuration, two ranks to a sequence, against one process and the same sequences."""
-    folder, script = write_checkpoint(tmp_path / "model"), tmp_path / "over_gloo.py"
-    script.write_text(OVER_GLOO)
+def test_two_nodes_train_what_one_process_trains(tmp_path, monkeypatch):
+    """The flagship under its own configuration, on two nodes with two ranks to a sequence, over gloo."""
+    folder = write_checkpoint(tmp_path / "model")
 
     def arguments(output, **state):
         return [
             "--model", str(folder), "--dataset", "manual", "--full", "--dtype", "float32", "--seq-len", "64",
-            "--documents", "keep", "--learning_rate", "0.01", "--max_steps", "4", "--save_steps", "4",
-            "--swap_fraction", "0.5", "--chunk_size", "16", "--disable_tqdm", "true", "--output_dir", str(output),
+            "--learning_rate", "0.01", "--max_steps", "4", "--save_steps", "4", "--chunk_size", "16", "--min_tokens",
+            "0", "--device_memory", "1GiB", "--disable_tqdm", "true", "--output_dir", str(output),
             "--accelerator_config", json.dumps({"dispatch_batches": False, **state}),
         ]  # fmt: skip
 
@@ -172,14 +179,38 @@ def test_zero3_and_ulysses_train_what_one_process_trains(tmp_path):
         history = json.loads((output / "checkpoint-4/trainer_state.json").read_text())["log_history"]
         return [entry["loss"] for entry in history if "loss" in entry]
 
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS["zero3_ulysses_2nodes"],
+             "--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
+             "--num_processes", "4", "--parallelism_config_sp_size", "2", "--mixed_precision", "no",
+             ROOT / "tests/harness/on_a_node.py", tmp_path, *arguments(tmp_path / "nodes", use_configured_state=True),
+             "--host_memory", f"{64 - 16 * node}MiB"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    said = [node.communicate(timeout=250)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    assert [found.pop("node") for found in ranks] == ["0", "0", "1", "1"]
+    assert ranks[0]["ranks"] == (0, 1, 2, 3) and ranks[0]["sequence parallel"] == 2
+    assert ranks[0]["host budget"] == 24 * 2**20  # of the node that has less, for its own two ranks
+    assert ranks[0]["plan"][1].swap_fraction > 0 and ranks[0]["swapped"] > 0
+    assert all(found == ranks[0] for found in ranks)
+
+    cut = llama7b_1m.long_sequences
+    monkeypatch.setattr(
+        llama7b_1m,
+        "long_sequences",
+        lambda *given, **options: IterableDataset.from_generator(
+            taking_turns, gen_kwargs={"rows": cut(*given, **options)}
+        ),
+    )
     disable_progress_bars()
-    llama7b_1m.main([*arguments(tmp_path / "one"), "--use_cpu", "true"])
-    environment = {**os.environ, **environment_of("zero3_ulysses_2gpu"), "ACCELERATE_MIXED_PRECISION": "no"}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'recipes'}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script,
-         *arguments(tmp_path / "two", use_configured_state=True)],
-        env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    llama7b_1m.main([*arguments(tmp_path / "one"), "--gradient_accumulation_steps", "2", "--use_cpu", "true"])
+    assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -1,36 +1,26 @@
-"""A run that is killed in the middle of a step goes on from its checkpoint as if nothing had been."""
+"""A run of two ranks that is killed in the middle of a step goes on from its checkpoint as if nothing had been."""
 
+import contextlib
+import importlib
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import disable_progress_bars
+from harness.forked import run_ranks
 from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint
+from torch.multiprocessing import ProcessExitedException
+from transformers import Trainer
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
-import finetune_checkpoint  # noqa: E402
-import llama7b_1m  # noqa: E402
-
-disable_progress_bars()
-# Between forward and backward of the third step; the last checkpoint is that of the second.
-DIES_IN_THE_THIRD_STEP = """
-import os, signal, sys, transformers, llama7b_1m
-compute_loss = transformers.Trainer.compute_loss
-def dying(self, *args, **kwargs):
-    loss = compute_loss(self, *args, **kwargs)
-    if self.state.global_step == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss
-transformers.Trainer.compute_loss = dying
-llama7b_1m.main(sys.argv[1:])
-"""
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+RANKS, STEPS = 2, 4
 MEMO = ("--swap_fraction", "0.5", "--chunk_size", "16")
 STOCK = ("--memo", "false")
 
@@ -48,39 +38,81 @@ def arguments(checkpoint, output, *more):
     ]  # fmt: skip
 
 
-def losses(output):
-    """Loss of each step, as the checkpoint after the last one remembers them."""
-    history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+def rank_of(rank, recipe, argv, notes, killed_in):
+    """One rank of a launch of `recipe`, which notes the loss of each micro-batch in the folder `notes`.
+
+    In the step `killed_in` it is killed when half of the gradients are there and the other half is on its way.
+    """
+    disable_progress_bars()
+    compute_loss = Trainer.compute_loss
+
+    def noted(self, *args, **kwargs):
+        loss = compute_loss(self, *args, **kwargs)
+        assert torch.distributed.get_world_size() == self.accelerator.num_processes == RANKS
+        with open(notes / f"{rank}.txt", "a") as file:
+            print(self.state.global_step, loss.item(), file=file)
+        if self.state.global_step == killed_in and self.accelerator.sync_gradients:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    Trainer.compute_loss = noted
+    importlib.import_module(recipe).main(argv)
+
+
+def launch(folder, checkpoint, *how, recipe="llama7b_1m", killed_in=None):
+    """Losses of each step, for each rank, of processes that run a recipe into `folder` until they end or are killed."""
+    notes = Path(tempfile.mkdtemp(dir=folder.parent))
+    killed = (
+        pytest.raises(ProcessExitedException, match="signal SIGKILL")
+        if killed_in is not None
+        else contextlib.nullcontext()
+    )
+    with killed:
+        run_ranks(rank_of, recipe, arguments(checkpoint, folder, *how), notes, killed_in, num_ranks=RANKS)
+    curves = []
+    for rank in range(RANKS):
+        curves.append({})
+        for line in (notes / f"{rank}.txt").read_text().splitlines():
+            step, loss = line.split()
+            curves[rank].setdefault(int(step), []).append(float(loss))
+    return curves
+
+
+def assert_same_losses(curves, others, steps, bound):
+    for ours, theirs in zip(curves, others, strict=True):
+        assert list(ours) == list(steps)
+        assert all(len(losses) == 2 for losses in ours.values())
+        for step in steps:
+            assert ours[step] == pytest.approx(theirs[step], rel=bound, abs=0), step
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(checkpoint, tmp_path_factory):
-    output = tmp_path_factory.mktemp("uninterrupted")
-    llama7b_1m.main(arguments(checkpoint, output, *MEMO))
-    found = losses(output)
-    assert len(found) == 4 and found[-1] < found[0]
-    return output, found
+    output = tmp_path_factory.mktemp("uninterrupted") / "output"
+    first, second = curves = launch(output, checkpoint, *MEMO)
+    assert list(first) == list(range(STEPS)) and sum(first[3]) < sum(first[0])
+    assert first != second  # each rank has sequences of its own
+    return output, curves
 
 
 @pytest.fixture(scope="module")
 def killed(checkpoint, tmp_path_factory):
-    output = tmp_path_factory.mktemp("killed")
-    environment = {**os.environ, "PYTHONPATH": f"{RECIPES.parent}:{RECIPES}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", DIES_IN_THE_THIRD_STEP, *arguments(checkpoint, output, *MEMO)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    output = tmp_path_factory.mktemp("killed") / "output"
+    curves = launch(output, checkpoint, *MEMO, killed_in=STEPS - 1)
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
-    return output
+    assert not (output / "model.safetensors").exists()
+    return output, curves
 
 
 @pytest.mark.parametrize("how, bound", [(MEMO, 0), (STOCK, 1e-5)], ids=["memo_hf", "stock"])
 def test_a_killed_run_goes_on(checkpoint, uninterrupted, killed, tmp_path, how, bound):
+    """Its third step is run twice, before it was killed and after it went on."""
     output = tmp_path / "resumed"
-    shutil.copytree(killed, output)
-    llama7b_1m.main(arguments(checkpoint, output, *how, "--resume_from_checkpoint", "last"))
+    shutil.copytree(killed[0], output)
+    resumed = launch(output, checkpoint, *how, "--resume_from_checkpoint", "last")
     whole_output, whole = uninterrupted
-    assert losses(output) == pytest.approx(whole, rel=bound, abs=0)
+    assert_same_losses(killed[1], whole, range(STEPS), 0)
+    assert_same_losses(resumed, whole, range(2, STEPS), bound)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (output, whole_output))
     for name, value in theirs.items():
         assert (ours[name] - value).abs().max() <= bound * 100 * value.abs().max()  # Adam amplifies rounding
@@ -88,16 +120,16 @@ def test_a_killed_run_goes_on(checkpoint, uninterrupted, killed, tmp_path, how, 
 
 def test_a_stock_run_goes_on_with_memo_hf(checkpoint, uninterrupted, tmp_path):
     """By the other recipe, which shares data and order."""
-    finetune_checkpoint.main(arguments(checkpoint, tmp_path, *STOCK))
-    assert losses(tmp_path) == pytest.approx(uninterrupted[1], rel=1e-5)
-    shutil.rmtree(tmp_path / "checkpoint-4")
-    finetune_checkpoint.main(arguments(checkpoint, tmp_path, *MEMO, "--resume_from_checkpoint", "last"))
-    assert losses(tmp_path) == pytest.approx(uninterrupted[1], rel=1e-5)
+    output, whole, other = tmp_path / "output", uninterrupted[1], {"recipe": "finetune_checkpoint"}
+    assert_same_losses(launch(output, checkpoint, *STOCK, **other), whole, range(STEPS), 1e-5)
+    shutil.rmtree(output / "checkpoint-4")
+    resumed = launch(output, checkpoint, *MEMO, "--resume_from_checkpoint", "last", **other)
+    assert_same_losses(resumed, whole, range(2, STEPS), 1e-5)
 
 
 def test_what_is_saved_knows_nothing_of_memo_hf(checkpoint, killed, uninterrupted):
     before = load_file(checkpoint / "model.safetensors").keys()
-    for folder in (killed / "checkpoint-2", uninterrupted[0]):
+    for folder in (killed[0] / "checkpoint-2", uninterrupted[0]):
         assert load_file(folder / "model.safetensors").keys() == before
         for path in folder.glob("*config.json"):
             assert "memo" not in path.read_text()

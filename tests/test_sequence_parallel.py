@@ -5,10 +5,8 @@ process that has the whole sequence.
 """
 
 import contextlib
-import copy
 import functools
 import importlib.util
-import os
 import re
 from unittest import mock
 
@@ -16,25 +14,15 @@ import adapters
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DeepSpeedSequenceParallelConfig,
-    DistributedType,
-    InitProcessGroupKwargs,
-    ParallelismConfig,
-)
 from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of, relative_errors
-from harness.deepspeed_ranks import forget_states, run_with_deepspeed
+from harness.deepspeed_ranks import run_with_deepspeed
 from harness.ranks import RANKS, result
+from sequence_engines import MEMO, by_accelerate, by_trainer, llama, restored_attention
 from tiny_models import random_ids, tiny
 from torch import nn
 from torch.nn.functional import pad
-from transformers import TrainingArguments
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.trainer import deepspeed_sp_compute_loss
 
-from memo_hf import MemoAccelerator, MemoConfig, MemoPlugin, MemoTrainer
+from memo_hf import MemoConfig
 from memo_hf.allocator.meter import AllocatorMeter
 from memo_hf.errors import MemoError
 from memo_hf.layers.attention import attend_as_asked
@@ -47,13 +35,7 @@ if importlib.util.find_spec("deepspeed") is None:
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 TOKENS, PROMPT = 48, 30
-MEMO = MemoConfig(swap_fraction=0.5, unswapped_layers=1, chunk_size=8)
 PACKED = torch.cat([torch.arange(20), torch.arange(17), torch.arange(11)])[None]
-LR = 2.0**12  # so large that a step is seen beside the weights, and divides out exactly
-
-
-def llama(**changes):
-    return tiny("llama", num_hidden_layers=3, **changes)
 
 
 def lora():
@@ -108,18 +90,6 @@ def ulysses(model):
     with restored_attention():
         UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", RANKS, micro_batch_size=1)
         yield
-
-
-@contextlib.contextmanager
-def restored_attention():
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
-        parallel_state_sp._release_sequence_parallel_groups()
 
 
 def part_of(rank, batch):
@@ -300,87 +270,10 @@ def sinks(rank):
     return per_head.grad, expected
 
 
-def ds_config(stage):
-    leaf = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": ["LlamaDecoderLayer"]}}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
-        "zero_optimization": {"stage": stage, **(leaf if stage == 3 else {})},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
-def parallelism():
-    return ParallelismConfig(
-        sp_backend="deepspeed", sp_size=RANKS, sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    )
-
-
-def change(model, before):
-    """What one step of SGD found for gradients."""
-    import deepspeed
-
-    parameters = dict(model.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        return {name: (before[name] - p.detach().float()) / LR for name, p in parameters.items()}
-
-
 def rows():
     """All alike, since ranks take turns. The prompt is longer than the first rank's part."""
     row = {name: whole_batch()[name][0] for name in ("input_ids", "position_ids")}
     return [{**row, "labels": row["input_ids"].where(torch.arange(TOKENS) >= PROMPT, -100)}] * (2 * RANKS)
-
-
-def by_accelerate(rank, stage, memo):
-    forget_states()
-    model = llama()  # before DeepSpeed is set up, which would split it as it is made
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    accelerator = MemoAccelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(ds_config(stage))),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # else it takes two processes for one
-        parallelism_config=parallelism(),
-        memo_plugin=MemoPlugin(MEMO) if memo else None,
-    )
-    assert accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.num_processes == RANKS
-    loader = torch.utils.data.DataLoader(rows(), batch_size=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with restored_attention():
-        engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        assert engine.zero_optimization_stage() == stage
-        batch = next(iter(loader))
-        assert batch["shift_labels"].shape == (1, TOKENS // RANKS)
-        loss = deepspeed_sp_compute_loss(accelerator, engine, batch, False, accelerator.parallelism_config)
-        accelerator.backward(loss)
-        optimizer.step()
-        found = {**change(model, before), "loss": loss.detach()}
-        if memo:
-            (session,) = accelerator.memo_sessions
-            assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
-        accelerator.free_memory()
-    return found
-
-
-def by_trainer(rank, stage, memo, folder):
-    forget_states()
-    model = llama()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"):
-        PartialState(backend="gloo")
-        args = TrainingArguments(
-            output_dir=f"{folder}/trainer", deepspeed=copy.deepcopy(ds_config(stage)), per_device_train_batch_size=1,
-            max_grad_norm=0.0, lr_scheduler_type="constant", report_to=[], disable_tqdm=True, save_strategy="no",
-            max_steps=1, accelerator_config={"use_configured_state": True}, logging_steps=1, optim="sgd",
-            learning_rate=LR, parallelism_config=parallelism(),
-        )  # fmt: skip
-    trainer = MemoTrainer(model=model, args=args, train_dataset=rows(), memo=MEMO if memo else None)
-    assert trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-    assert trainer.accelerator.num_processes == RANKS and trainer.get_sp_size() == RANKS
-    with restored_attention():
-        trainer.train()
-    if memo:
-        assert trainer.memo_stats.forwards == 1 and trainer.memo_stats.total_swapped_bytes > 0
-    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {**change(model, before), "loss": torch.tensor(loss)}
 
 
 def everything(rank, folder):
@@ -403,10 +296,10 @@ def everything(rank, folder):
     yield "refusals", functools.partial(refusals, rank)
     for stage in (0, 1, 2, 3):
         for memo in (True, False):
-            yield ("Accelerate", stage, memo), functools.partial(by_accelerate, rank, stage, memo)
+            yield ("Accelerate", stage, memo), functools.partial(by_accelerate, rows(), stage, memo)
     for stage in (2, 3):
         for memo in (True, False):
-            yield ("Trainer", stage, memo), functools.partial(by_trainer, rank, stage, memo, folder)
+            yield ("Trainer", stage, memo), functools.partial(by_trainer, rows(), stage, memo, folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Tensor and context parallelism are refused by name; FSDP2, whose weights are DTensors too, is not."""
 
-import os
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exactness import gradients_of, language_loss
+from harness.forked import run_ranks
 from tiny_models import random_ids, tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -74,10 +74,7 @@ def test_within_context_parallel():  # case 84
 
 def worker(rank, folder):
     """Loads the model with transformers' own plan, as two processes."""
-    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=1)
-    os.environ |= {name: str(value) for name, value in place.items()}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     try:
         memo_hf.enable(model, MEMO)
@@ -90,7 +87,7 @@ def worker(rank, folder):
 
 def test_loaded_with_a_tensor_parallel_plan(tmp_path):
     tiny("llama").save_pretrained(tmp_path)
-    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)
+    run_ranks(worker, str(tmp_path), num_ranks=2)
     for rank in range(2):
         found = (tmp_path / f"{rank}.txt").read_text()
         assert re.search("with tensor parallelism over 2 ranks: its all-reduces", found), found

@@ -11,7 +11,6 @@ import functools
 import gc
 import importlib
 import os
-import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness.forked import SECONDS, run_ranks
 
 RANKS = 2
 
@@ -27,7 +27,7 @@ RANKS = 2
 def run_on_ranks(module: str, folder: Path) -> list[dict]:
     """For each rank, by name of the case in `module`, what it returned, or the exception that it raised.
 
-    The processes, which take seconds to start, stay for the next module; where one of them ends, others come.
+    The processes stay for the next module; where one of them ends, others come.
     """
     processes, queues = _pair()
     for queue in queues:
@@ -49,9 +49,8 @@ def run_on_ranks(module: str, folder: Path) -> list[dict]:
 
 @functools.cache
 def _pair():
-    queues = [torch.multiprocessing.get_context("spawn").SimpleQueue() for _ in range(RANKS)]
-    meeting_place = str(Path(tempfile.mkdtemp(), "meet"))
-    return torch.multiprocessing.spawn(_work, (queues, meeting_place), nprocs=RANKS, join=False, daemon=True), queues
+    queues = [torch.multiprocessing.get_context("forkserver").SimpleQueue() for _ in range(RANKS)]
+    return run_ranks(_work, queues, num_ranks=RANKS, join=False), queues
 
 
 def result(found: list[dict], name: str) -> list:
@@ -64,16 +63,13 @@ def result(found: list[dict], name: str) -> list:
     return [told[name] for told in found]
 
 
-def _work(rank: int, queues: list, meeting_place: str) -> None:
+def _work(rank: int, queues: list) -> None:
     """One of the processes: runs modules as they are asked for, until the tests end."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, never used: the group is there
-    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
     while True:
         module, folder = queues[rank].get()
-        faulthandler.dump_traceback_later(150, exit=True)  # Nobody waits for ranks that wait for each other.
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         os.chdir(folder)
         cases = importlib.import_module(module).CASES
         gc.freeze()  # Trainer collects garbage at every end, and would go through all that was imported.

@@ -1,0 +1,132 @@
+"""Steps of DeepSpeed's engines under Ulysses, by Accelerate and by Trainer: what a test compares with one process.
+
+Two ranks share a sequence, and further pairs of ranks, where there are any, work on sequences of their own.
+"""
+
+import contextlib
+import copy
+import os
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DeepSpeedSequenceParallelConfig,
+    DistributedType,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+)
+from harness.deepspeed_ranks import forget_states
+from tiny_models import tiny
+from transformers import TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.trainer import deepspeed_sp_compute_loss
+
+from memo_hf import MemoAccelerator, MemoConfig, MemoPlugin, MemoTrainer
+
+SHARE = 2  # ranks that share a sequence
+MEMO = MemoConfig(swap_fraction=0.5, unswapped_layers=1, chunk_size=8)
+LR = 2.0**12  # so large that a step is seen beside the weights, and divides out exactly
+
+
+def llama(**changes):
+    return tiny("llama", num_hidden_layers=3, **changes)
+
+
+@contextlib.contextmanager
+def restored_attention():
+    """transformers' attention is its own again after the body."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+        parallel_state_sp._release_sequence_parallel_groups()
+
+
+def ds_config(stage):
+    leaf = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": ["LlamaDecoderLayer"]}}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
+        "zero_optimization": {"stage": stage, **(leaf if stage == 3 else {})},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def parallelism():
+    return ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=SHARE,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
+        dp_shard_size=dist.get_world_size() // SHARE,  # else accelerate counts one sequence at a time
+    )
+
+
+def change(model, before):
+    """What one step of SGD found for gradients."""
+    import deepspeed
+
+    parameters = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {name: (before[name] - p.detach().float()) / LR for name, p in parameters.items()}
+
+
+def by_accelerate(rows, stage, memo):
+    """Gradients by name and the "loss" of one step, of this rank, from an Accelerate loop over `rows`."""
+    forget_states()
+    model = llama()  # before DeepSpeed is set up, which would split it as it is made
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    accelerator = MemoAccelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(ds_config(stage))),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # else each process takes itself for the only one
+        parallelism_config=parallelism(),
+        memo_plugin=MemoPlugin(MEMO) if memo else None,
+    )
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert accelerator.num_processes == dist.get_world_size()
+    loader = torch.utils.data.DataLoader(rows, batch_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with restored_attention():
+        engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        assert engine.zero_optimization_stage() == stage
+        batch = next(iter(loader))
+        assert batch["shift_labels"].shape == (1, len(rows[0]["labels"]) // SHARE)
+        loss = deepspeed_sp_compute_loss(accelerator, engine, batch, False, accelerator.parallelism_config)
+        accelerator.backward(loss)
+        optimizer.step()
+        found = {**change(model, before), "loss": loss.detach()}
+        if memo:
+            (session,) = accelerator.memo_sessions
+            assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
+            assert tuple(session.joint.ranks) == tuple(range(dist.get_world_size()))
+        accelerator.free_memory()
+    return found
+
+
+def by_trainer(rows, stage, memo, folder):
+    """As `by_accelerate`, from `MemoTrainer`."""
+    forget_states()
+    model = llama()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"):
+        PartialState(backend="gloo")
+        args = TrainingArguments(
+            output_dir=f"{folder}/trainer", deepspeed=copy.deepcopy(ds_config(stage)), per_device_train_batch_size=1,
+            max_grad_norm=0.0, lr_scheduler_type="constant", report_to=[], disable_tqdm=True, save_strategy="no",
+            max_steps=1, accelerator_config={"use_configured_state": True}, logging_steps=1, optim="sgd",
+            learning_rate=LR, parallelism_config=parallelism(), train_sampling_strategy="sequential",
+        )  # fmt: skip
+    trainer = MemoTrainer(model=model, args=args, train_dataset=rows, memo=MEMO if memo else None)
+    assert trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert trainer.accelerator.num_processes == dist.get_world_size() and trainer.get_sp_size() == SHARE
+    with restored_attention():
+        trainer.train()
+    if memo:
+        assert trainer.memo_stats.forwards == 1 and trainer.memo_stats.total_swapped_bytes > 0
+    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {**change(model, before), "loss": torch.tensor(loss)}
