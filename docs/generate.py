@@ -53,9 +53,11 @@ def command_line() -> str:
     lines = [
         "# The command line",
         _NOTE,
-        "`memo-hf SUBCOMMAND --help` prints the same. A mistake in the arguments ends with exit code 2 and one line",
-        "that says what to change. Options may be written with underscores: `--seq_len`. `memo-hf --version` prints",
-        "the version.",
+        "`memo-hf SUBCOMMAND --help` prints the same. Options may be written with underscores: `--seq_len`.",
+        "`memo-hf --version` prints the version.",
+        "",
+        "The exit code is an answer as well: 0 for yes, 1 for no (it does not fit, the capacity is not met, memo_hf cannot",
+        "train here), 2 for a mistake in the arguments, with one line that says what to change.",
     ]
     for name, parser in _subcommands().items():
         lines += ["", f"## memo-hf {name}", "", _sentence(parser.description), ""]
@@ -107,7 +109,7 @@ def _option(action: argparse.Action) -> str:
     text = action.help or ""
     if action.choices:
         text += (": " if text else "") + ", ".join(f"`{choice}`" for choice in action.choices)
-    default = "" if action.default in (None, False, argparse.SUPPRESS) else f"`{action.default}`"
+    default = {None: "not set", False: "off"}.get(action.default, f"`{action.default}`")
     return f"| {name} | {'required' if action.required else default} | {_cell(text)} |"
 
 

@@ -192,16 +192,20 @@ def test_a_trainer_prints_the_line_once_and_saves_the_report(tmp_path, capsys):
     assert printed.count(f"memo_hf: {LAYERS} layers in token mode") == 1
     swapped = memo_hf.units.format_bytes(trainer.memo_stats.swapped_bytes)
     assert f"memo_hf: the first step swapped {swapped} of {swapped} planned" in printed  # case 121
-    for suffix in ("txt", "json", "html"):
+    for suffix in ("txt", "JSON", "json", "html"):
         trainer.save_memo_report(tmp_path / f"report.{suffix}")
     assert (tmp_path / "report.txt").read_text() == trainer.memo_report
     assert json.loads((tmp_path / "report.json").read_text())["forwards"] == 3
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
-    with pytest.raises(ConfigError, match="report.pdf ends in '.pdf'"):
+    for name in ("report.md", "report"):
+        with pytest.raises(ConfigError, match="end the name in"):
+            trainer.save_memo_report(tmp_path / name)
+        assert not (tmp_path / name).exists()
+    with pytest.raises(ConfigError, match=r"report.pdf'; end the name in .html or .json or .txt"):
         trainer.save_memo_report(tmp_path / "report.pdf")
 
 
-@pytest.mark.parametrize("setting", [dict(plan_file="x"), dict(device_memory="1GiB")], ids=str)
+@pytest.mark.parametrize("setting", [dict(plan_file="x.json"), dict(device_memory="1GiB")], ids=str)
 def test_a_setting_without_effect_is_an_error(setting):  # case 121
     with pytest.raises(ConfigError, match="has no effect beside swap_fraction=0.5"):
         MemoConfig(swap_fraction=0.5, **setting)
@@ -277,3 +281,10 @@ def test_untouched_batches_are_told_in_plain_words(tmp_path, monkeypatch, capsys
     trainer.add_callback(Bar)
     trainer.train()
     assert shown[-1].startswith("memo_hf: untouched: 3 of 3 batches were shorter than min_tokens=2,048, ")
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan", "plan.json.gz"])
+def test_a_plan_file_is_json(name):
+    with pytest.raises(ConfigError, match="plan_file, written as JSON, is '.*'; end the name in .json"):
+        MemoConfig(plan_file=name)
+    assert MemoConfig(plan_file="a.b/plan.json").plan_file == "a.b/plan.json"

@@ -21,6 +21,7 @@ from memo_hf.errors import ConfigError, MemoError
 from memo_hf.integrations.accelerate import as_config, enable_under, refuse_conflicts
 from memo_hf.integrations.progress import RunFigures
 from memo_hf.integrations.trl_loss import small_loss_tiles
+from memo_hf.paths import require_suffix
 from memo_hf.units import format_bytes
 
 # The same switch under the name of today, and under the one that older releases and TRL use.
@@ -97,15 +98,13 @@ class MemoTrainerMixin:
             ConfigError: another suffix, or matplotlib is missing.
             MemoError: nothing was trained with memo_hf yet.
         """
-        path = Path(path)
         formats = {".html": "html", ".json": "json", ".txt": "text"}
-        if path.suffix not in formats:
-            raise ConfigError(f"{path} ends in {path.suffix!r}; a report ends in one of {list(formats)}")
+        suffix = require_suffix(path, "the path of a report", tuple(formats))
         report = self.memo_session.run_report() if self.memo_session is not None else self._memo_run_report
         if report is None:
             raise MemoError("there is nothing to report: no training loop has run with memo_hf; call train() first")
         if self.is_world_process_zero():
-            path.write_text(report.render(formats[path.suffix]))
+            Path(path).write_text(report.render(formats[suffix]))
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
