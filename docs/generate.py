@@ -56,8 +56,8 @@ def command_line() -> str:
         "`memo-hf SUBCOMMAND --help` prints the same. Options may be written with underscores: `--seq_len`.",
         "`memo-hf --version` prints the version.",
         "",
-        "The exit code is an answer as well: 0 for yes, 1 for no (it does not fit, the capacity is not met, memo_hf cannot",
-        "train here), 2 for a mistake in the arguments, with one line that says what to change.",
+        "The exit code is an answer as well: 0 for yes, 1 for no (it does not fit, the capacity is not met, memo_hf",
+        "cannot train here), 2 for a mistake in the arguments, with one line that says what to change.",
     ]
     for name, parser in _subcommands().items():
         lines += ["", f"## memo-hf {name}", "", _sentence(parser.description), ""]
