@@ -1,9 +1,9 @@
-"""Writes the pages of docs/ whose text lives in the code: settings, the command line, the Python names.
+"""Writes the pages of docs/ whose text lives in the code: settings, command line, recipes' arguments, Python names.
 
     python docs/generate.py
 
-Run after a change to `MemoConfig`, to a subcommand of `memo-hf` or to a public docstring; a test fails until then. The
-text itself belongs into the code, where `--help` and `help()` show it too.
+Run after a change to `MemoConfig`, to a subcommand of `memo-hf`, a recipe's arguments or a public docstring; a test
+fails until then. The text itself belongs into the code, where `--help` and `help()` show it too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import memo_hf
@@ -25,6 +26,11 @@ from memo_hf.serving import ServingStats
 from memo_hf.session import LayerStats, Session, SessionStats
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "recipes"))
+import dry_run  # noqa: E402
+import finetune_checkpoint  # noqa: E402
+import llama7b_1m  # noqa: E402
+
 _NOTE = "<!-- Written by docs/generate.py; change the code's own text and run it again. -->\n"
 
 
@@ -42,9 +48,7 @@ def configuration() -> str:
         "| setting | default | what it does |",
         "| --- | --- | --- |",
     ]
-    for spec in dataclasses.fields(MemoConfig):
-        default = "not set" if spec.default is None else f"`{spec.default!r}`"
-        lines.append(f"| `{spec.name}` | {default} | {_cell(spec.metadata['help'])} |")
+    lines += [_setting(spec) for spec in dataclasses.fields(MemoConfig)]
     return "\n".join(lines) + "\n"
 
 
@@ -65,6 +69,30 @@ def command_line() -> str:
         lines += [_option(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
         if parser.epilog:
             lines += ["", "```text", parser.epilog.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def recipe_options() -> str:
+    """The recipes' own arguments, and where their defaults are not transformers'."""
+    lines = [
+        "# The recipes' arguments",
+        _NOTE,
+        "What the two recipes that train take beside every field of `transformers.TrainingArguments` and every",
+        "[setting](configuration.md) of `MemoConfig`. `--help` prints all of them; `-` and `_` are the same in names.",
+        "Which recipe for whom: [recipes/README.md](../recipes/README.md).",
+    ]
+    for script, cls in (
+        ("finetune_checkpoint.py", finetune_checkpoint.Arguments),
+        ("llama7b_1m.py", llama7b_1m.RecipeArguments),
+    ):
+        lines += ["", f"## recipes/{script}", "", "| argument | default | what it does |", "| --- | --- | --- |"]
+        lines += [_setting(spec, "--") for spec in dataclasses.fields(cls)]
+    lines += ["", "## Defaults that are not transformers' own", "", "| argument | default |", "| --- | --- |"]
+    lines += [f"| `--{name}` | `{value!r}` |" for name, value in dry_run.DEFAULTS.items()]
+    for name, values in llama7b_1m.PRESETS.items():
+        told = ", ".join(f"`--{key} {value}`" for key, value in values.items())
+        lines += ["", f"`llama7b_1m.py --preset {name}`: {told}."]
+    lines += ["", "With `--full` the learning rate is 1e-5."]
     return "\n".join(lines) + "\n"
 
 
@@ -96,12 +124,25 @@ def python_names() -> str:
 
 # Of `Session`; the rest of its methods are for the engine.
 _FOR_USERS = ("stats", "swap_fraction", "describe", "report", "train_with", "close")
-PAGES = {"configuration.md": configuration, "command_line.md": command_line, "python.md": python_names}
+PAGES = {
+    "configuration.md": configuration,
+    "command_line.md": command_line,
+    "recipe_options.md": recipe_options,
+    "python.md": python_names,
+}
 
 
 def _subcommands() -> dict[str, argparse.ArgumentParser]:
     (subparsers,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return subparsers.choices
+
+
+def _setting(spec: dataclasses.Field, prefix: str = "") -> str:
+    default = {dataclasses.MISSING: "required", None: "not set"}.get(spec.default, f"`{spec.default!r}`")
+    text = _cell(spec.metadata["help"])
+    if prefix and spec.metadata.get("choices"):
+        text += " " + ", ".join(f"`{choice}`" for choice in spec.metadata["choices"]) + "."
+    return f"| `{prefix}{spec.name}` | {default} | {text} |"
 
 
 def _option(action: argparse.Action) -> str:

@@ -71,8 +71,10 @@ def make_setup(
         train: "full" or "lora", with `lora_rank` and `lora_targets` ("all-linear" or names with commas).
         dtype: "bfloat16" (the default on GPUs), "float16" or "float32" (the default on a CPU).
         master_weights: fp32 master weights beside 16-bit ones.
-        optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd"; it and the weights live on "device" or "host".
-        gpus, sequence_parallel, shards: all GPUs, how many share a sequence, how many share the weights (default: all).
+        optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd".
+        optimizer_device, weights_device: "device" or "host", where the optimizer's states and the weights live.
+        gpus, gpus_per_node: of the run, and how many of them share a node's host memory.
+        sequence_parallel, shards: how many GPUs share a sequence, and how many share the weights (default: all).
         device: a name of the table, "cpu" for this machine's, or a `Device`; the next three replace its numbers.
         device_memory: bytes, as "48GiB"; without it the swap fraction on "cpu" stays 0, as in a run.
         flops: dense peak per second in the dtype, as "989T" or 989e12.
