@@ -1,6 +1,6 @@
 """Writes the picture that each notebook is remembered by into docs/pictures/, as the notebook's own code draws it.
 
-    python notebooks/pictures.py
+    python notebooks/pictures.py [1_four_times_the_context ...]
 
 Run it after a change to a notebook: each picture holds a digest of the code that drew it, and a test fails until it is
 that of the notebook. Takes about three minutes.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import sys
 from pathlib import Path
 
 import nbclient
@@ -36,10 +37,12 @@ def picture(notebook) -> bytes:
     return base64.b64decode(image)
 
 
-def main() -> None:
-    """Executes every notebook as it stands, and writes its picture."""
+def main(names: list[str]) -> None:
+    """Executes the notebooks of these names, or every one, as they stand, and writes their pictures."""
     FOLDER.mkdir(exist_ok=True)
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        if names and path.stem not in names:
+            continue
         notebook = nbformat.read(path, as_version=4)
         nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
         note = PngInfo()
@@ -50,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
