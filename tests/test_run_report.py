@@ -265,6 +265,7 @@ def test_untouched_batches_are_told_in_plain_words(tmp_path, monkeypatch, capsys
         short = random_ids(1, 32)
         model(input_ids=short, labels=short).loss.backward()
         assert f"\n  {said}\n" in session.report()
+        assert re.search(r"off by -\d+%, or the peak was that of an untouched batch\n", session.report(10**9))
         assert json.loads(session.report(format="json"))["untouched"] == said
         pytest.importorskip("matplotlib")
         assert said in session.report(format="html")

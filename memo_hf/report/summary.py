@@ -51,7 +51,10 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
         lines.append(f"  {stats.serving.describe()}")
     if untouched := stats.untouched(min_tokens):
         lines.append(f"  {untouched}")
-    return lines + compared(figures) + ([] if forecast is None else _device_peak(figures, forecast))
+    for line in compared(figures):
+        told = untouched and line.startswith("  device peak") and "warning" in line
+        lines.append(f"{line}, or the peak was that of an untouched batch" if told else line)
+    return lines + ([] if forecast is None else _device_peak(figures, forecast))
 
 
 def _device_peak(figures, forecast) -> list[str]:
