@@ -49,8 +49,8 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     drawn = Image.open(io.BytesIO(pictures.picture(notebook)))
-    kept = Image.open(pictures.FOLDER / f"{path.stem}.png")
-    assert all(abs(one / other - 1) < 0.1 for one, other in zip(drawn.size, kept.size, strict=True))
+    with Image.open(pictures.FOLDER / f"{path.stem}.png") as kept:
+        assert all(abs(one / other - 1) < 0.1 for one, other in zip(drawn.size, kept.size, strict=True))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
