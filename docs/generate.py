@@ -1,9 +1,9 @@
-"""Writes the pages of docs/ whose text lives in the code: settings, the command line, the Python names.
+"""Writes the pages of docs/ whose text lives in the code: settings, command line, recipes' arguments, Python names.
 
     python docs/generate.py
 
-Run after a change to `MemoConfig`, to a subcommand of `memo-hf` or to a public docstring; a test fails until then. The
-text itself belongs into the code, where `--help` and `help()` show it too.
+Run after a change to `MemoConfig`, to a subcommand of `memo-hf`, a recipe's arguments or a public docstring; a test
+fails until then. The text itself belongs into the code, where `--help` and `help()` show it too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import memo_hf
@@ -25,6 +26,11 @@ from memo_hf.serving import ServingStats
 from memo_hf.session import LayerStats, Session, SessionStats
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "recipes"))
+import dry_run  # noqa: E402
+import finetune_checkpoint  # noqa: E402
+import llama7b_1m  # noqa: E402
+
 _NOTE = "<!-- Written by docs/generate.py; change the code's own text and run it again. -->\n"
 
 
@@ -42,9 +48,7 @@ def configuration() -> str:
         "| setting | default | what it does |",
         "| --- | --- | --- |",
     ]
-    for spec in dataclasses.fields(MemoConfig):
-        default = "not set" if spec.default is None else f"`{spec.default!r}`"
-        lines.append(f"| `{spec.name}` | {default} | {_cell(spec.metadata['help'])} |")
+    lines += [_setting(spec) for spec in dataclasses.fields(MemoConfig)]
     return "\n".join(lines) + "\n"
 
 
@@ -53,9 +57,11 @@ def command_line() -> str:
     lines = [
         "# The command line",
         _NOTE,
-        "`memo-hf SUBCOMMAND --help` prints the same. A mistake in the arguments ends with exit code 2 and one line",
-        "that says what to change. Options may be written with underscores: `--seq_len`. `memo-hf --version` prints",
-        "the version.",
+        "`memo-hf SUBCOMMAND --help` prints the same. Options may be written with underscores: `--seq_len`.",
+        "`memo-hf --version` prints the version.",
+        "",
+        "The exit code is an answer as well: 0 for yes, 1 for no (it does not fit, the capacity is not met, memo_hf",
+        "cannot train here), 2 for a mistake in the arguments, with one line that says what to change.",
     ]
     for name, parser in _subcommands().items():
         lines += ["", f"## memo-hf {name}", "", _sentence(parser.description), ""]
@@ -63,6 +69,30 @@ def command_line() -> str:
         lines += [_option(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
         if parser.epilog:
             lines += ["", "```text", parser.epilog.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def recipe_options() -> str:
+    """The recipes' own arguments, and where their defaults are not transformers'."""
+    lines = [
+        "# The recipes' arguments",
+        _NOTE,
+        "What the two recipes that train take beside every field of `transformers.TrainingArguments` and every",
+        "[setting](configuration.md) of `MemoConfig`. `--help` prints all of them; `-` and `_` are the same in names.",
+        "Which recipe for whom: [recipes/README.md](../recipes/README.md).",
+    ]
+    for script, cls in (
+        ("finetune_checkpoint.py", finetune_checkpoint.Arguments),
+        ("llama7b_1m.py", llama7b_1m.RecipeArguments),
+    ):
+        lines += ["", f"## recipes/{script}", "", "| argument | default | what it does |", "| --- | --- | --- |"]
+        lines += [_setting(spec, "--") for spec in dataclasses.fields(cls)]
+    lines += ["", "## Defaults that are not transformers' own", "", "| argument | default |", "| --- | --- |"]
+    lines += [f"| `--{name}` | `{value!r}` |" for name, value in dry_run.DEFAULTS.items()]
+    for name, values in llama7b_1m.PRESETS.items():
+        told = ", ".join(f"`--{key} {value}`" for key, value in values.items())
+        lines += ["", f"`llama7b_1m.py --preset {name}`: {told}."]
+    lines += ["", "With `--full` the learning rate is 1e-5."]
     return "\n".join(lines) + "\n"
 
 
@@ -94,7 +124,12 @@ def python_names() -> str:
 
 # Of `Session`; the rest of its methods are for the engine.
 _FOR_USERS = ("stats", "swap_fraction", "describe", "report", "train_with", "close")
-PAGES = {"configuration.md": configuration, "command_line.md": command_line, "python.md": python_names}
+PAGES = {
+    "configuration.md": configuration,
+    "command_line.md": command_line,
+    "recipe_options.md": recipe_options,
+    "python.md": python_names,
+}
 
 
 def _subcommands() -> dict[str, argparse.ArgumentParser]:
@@ -102,12 +137,20 @@ def _subcommands() -> dict[str, argparse.ArgumentParser]:
     return subparsers.choices
 
 
+def _setting(spec: dataclasses.Field, prefix: str = "") -> str:
+    default = {dataclasses.MISSING: "required", None: "not set"}.get(spec.default, f"`{spec.default!r}`")
+    text = _cell(spec.metadata["help"])
+    if prefix and spec.metadata.get("choices"):
+        text += " " + ", ".join(f"`{choice}`" for choice in spec.metadata["choices"]) + "."
+    return f"| `{prefix}{spec.name}` | {default} | {text} |"
+
+
 def _option(action: argparse.Action) -> str:
     name = f"`{action.option_strings[0]}`" if action.option_strings else f"`{action.metavar or action.dest}`"
     text = action.help or ""
     if action.choices:
         text += (": " if text else "") + ", ".join(f"`{choice}`" for choice in action.choices)
-    default = "" if action.default in (None, False, argparse.SUPPRESS) else f"`{action.default}`"
+    default = {None: "not set", False: "off"}.get(action.default, f"`{action.default}`")
     return f"| {name} | {'required' if action.required else default} | {_cell(text)} |"
 
 

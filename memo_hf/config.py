@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from memo_hf.errors import ConfigError, did_you_mean
+from memo_hf.paths import require_suffix
 from memo_hf.units import parse_bytes
 
 
@@ -101,6 +102,8 @@ class MemoConfig:
             if getattr(self, name) is not None and parse_bytes(getattr(self, name), name) == 0:
                 raise ConfigError(f"{name} is 0; leave it unset for what is free, or give the bytes to use")
         self.bytes_of("host_memory_for_others")
+        if self.plan_file is not None:
+            require_suffix(self.plan_file, "plan_file, written as JSON,", (".json",))
         for name in ("device_memory", "plan_file") if fraction is not None else ():
             if getattr(self, name) is not None:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""Bytes and token counts as people write them: "2GiB", "64 GB", "1M" tokens."""
+"""Bytes, FLOPs and token counts as people write them: "2GiB", "64 GB", "989T", "1M" tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _BYTE_UNITS = {
     "t": 2**40, "tib": 2**40, "tb": 10**12,
 }  # fmt: skip
 _COUNT_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+_FLOPS_UNITS = {"": 1, "g": 10**9, "t": 10**12, "p": 10**15}
+_FLOPS_UNITS |= {f"{unit}flop{s}": factor for unit, factor in _FLOPS_UNITS.items() if unit for s in ("s", "/s")}
 
 
 def _parse(text: str | int | float, units: dict[str, int], what: str) -> int:
@@ -22,7 +24,7 @@ def _parse(text: str | int | float, units: dict[str, int], what: str) -> int:
     if isinstance(text, (int, float)):
         number, factor = float(text), 1
     else:
-        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z/]*)\s*", text)
         if not match or match[2].lower() not in units:
             raise ConfigError(f"{what}: cannot read {text!r}; write a number with one of the units {sorted(units)[1:]}")
         number, factor = float(match[1].replace("_", "")), units[match[2].lower()]
@@ -45,6 +47,18 @@ def parse_memory(text: str | int | float, what: str) -> int:
     is_bare = isinstance(text, (int, float)) or text.strip()[-1].isdigit()
     if is_bare and 0 < number < 2**20:
         raise ConfigError(f"{what}: {text} without a unit means {number} bytes; write the unit, for example {text}GiB")
+    return number
+
+
+def parse_flops(text: str | int | float, what: str) -> int:
+    """FLOPs per second from "989T", "989 TFLOPS", "1P" or a plain number such as 989e12.
+
+    Refuses a number below a billion: nobody has a device of 989 FLOPs, and who writes 989 means trillions. Raises
+    `ConfigError`.
+    """
+    number = _parse(text, _FLOPS_UNITS, what)
+    if 0 < number < 10**9:
+        raise ConfigError(f"{what}: {text} without a unit means {number} FLOPs per second; write {text}T or {text}e12")
     return number
 
 

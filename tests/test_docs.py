@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 import memo_hf
 from memo_hf import cli, errors
+from memo_hf.forecasting.api import make_setup
+from memo_hf.forecasting.forecast import Forecast
+from memo_hf.serving import ServingStats
 from memo_hf.session import SessionStats
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +35,51 @@ def test_every_public_name_and_setting_is_there():
     names += [spec.name for cls in (memo_hf.MemoConfig, SessionStats) for spec in dataclasses.fields(cls)]
     names += [name for name, item in vars(errors).items() if isinstance(item, type)]
     assert [name for name in names if not re.search(rf"\b{re.escape(name)}\b", TEXT)] == []
+
+
+def section(heading: str) -> str:
+    """Of docs/python.md, below its code block, as far as the next heading."""
+    found = re.split(rf"^##+ {re.escape(heading)}$", (DOCS / "python.md").read_text(), flags=re.MULTILINE)[1]
+    return re.sub(r"```.*?```", "", found.split("\n##")[0], flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("The options of forecast", list(inspect.signature(make_setup).parameters)[2:]),
+        ("Forecast", [spec.name for spec in dataclasses.fields(Forecast)]),
+        ("SessionStats", [spec.name for spec in dataclasses.fields(SessionStats)]),
+        ("ServingStats", [spec.name for spec in dataclasses.fields(ServingStats)]),
+        ("session.report", ["device_peak_bytes", "format"]),
+        ("enable", ["model", "config"]),
+        ("MemoTrainerMixin", ["memo", "memo_session", "memo_stats", "memo_report", "save_memo_report"]),
+        ("MemoAccelerator", ["memo_plugin", "memo_sessions"]),
+    ],
+)
+def test_every_argument_and_attribute_is_described(heading, names):
+    assert [name for name in names if not re.search(rf"`[^`]*\b{name}\b[^`]*`", section(heading))] == []
+
+
+def test_every_metric_is_there():
+    source = (PACKAGE / "integrations" / "progress.py").read_text()
+    metrics = re.findall(r'"(memo/\w+)"', source)
+    metrics += [f"memo/{where}_peak_gib" for where in re.findall(r'return "(\w+)", ', source)]
+    assert len(metrics) == 7 and [name for name in metrics if f"`{name}`" not in TEXT] == []
+
+
+def test_every_row_of_settings_and_options_has_a_default_and_what_it_does():
+    for page in ("configuration.md", "command_line.md", "recipe_options.md"):
+        text = (DOCS / page).read_text()
+        for table in re.findall(r"^\| \w+ \| default \| what it does \|\n\| --- .*\n((?:\|.*\n)+)", text, re.MULTILINE):
+            for row in table.splitlines():
+                assert re.fullmatch(r"\| `[^`]+` \| (required|not set|off|`[^`]+`) \| \S.{8,} \|", row), (page, row)
+
+
+def test_every_option_of_the_scripts_that_make_things_is_there():
+    text = TEXT + (ROOT / "recipes" / "README.md").read_text()
+    for script in ("get_checkpoint.py", "perplexity_by_position.py"):
+        options = re.findall(r'add(?:_argument)?\("(--\w+)"', (ROOT / "recipes" / script).read_text())
+        assert options and [name for name in options if f"`{name}`" not in text] == [], script
 
 
 def test_every_option_of_the_command_line_is_there_and_has_help():
@@ -84,6 +133,8 @@ def messages(source: str, where: str):
             heading = called
         elif called in HEADINGS:
             heading = HEADINGS[called]
+        elif called in ("SystemExit", "self.error", "parser.error"):
+            heading = "Recipes"
         else:
             continue
         text = template(node.args[0], module)
@@ -93,7 +144,7 @@ def messages(source: str, where: str):
 
 MESSAGES = [
     found
-    for path in sorted(PACKAGE.rglob("*.py"))
+    for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
     for found in messages(path.read_text(), str(path.relative_to(ROOT)))
     if not found[2].startswith(".... Build it")  # the end of what `_refuse` is given, found there
 ]
@@ -116,6 +167,13 @@ def test_every_message_is_in_troubleshooting(where, heading, text):
     )
 
 
+def test_every_entry_says_what_to_do():
+    page = (DOCS / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `.*$", page, re.MULTILINE)
+    assert len(rows) > 100
+    assert [row for row in rows if not re.fullmatch(r"\| (`[^`]+` ?)+\| \S.{6,} \|", row)] == []
+
+
 def test_every_entry_is_of_a_message():
     for heading, phrases in entries().items():
         for phrase in phrases:
@@ -131,9 +189,11 @@ def test_the_messages_are_found():
         "    raise HostMemoryError(self._why(1)) from None\n"
         "    logger.warning('careful')\n"
         "    raise MemoError(str(x))\n"
+        "    parser.error(f'--{x}: none')\n"
     )
     assert [found[1:] for found in messages(source, "m.py")] == [
         ("PlanError", "... is wrong: second part"),
         ("HostMemoryError", "short of ..."),
         ("Warnings", "careful"),
+        ("Recipes", "--...: none"),
     ]

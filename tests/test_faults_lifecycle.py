@@ -275,7 +275,7 @@ def test_short_batches_run_untouched(caplog):  # cases 28 and 95
     stats = session.stats
     assert (stats.stock_forwards, stats.forwards, stats.total_swapped_bytes) == (2, 0, 0)
     assert caplog.text.count("fewer than 2048 tokens and runs untouched") == 1
-    assert "2 forward passes had fewer than 2048 tokens and ran untouched" in session.report()
+    assert "untouched: 2 of 2 batches were shorter than min_tokens=2,048" in session.report()
     memo_hf.disable(model)
     session = memo_hf.enable(model, MemoConfig(min_tokens=IDS.numel(), unswapped_layers=0))
     gradients(model, IDS), gradients(model, IDS[:, 1:])

@@ -11,7 +11,7 @@ import memo_hf
 from memo_hf.cli import main
 from memo_hf.errors import ConfigError
 from memo_hf.forecasting.api import make_setup
-from memo_hf.forecasting.find import max_seq_len, min_gpus
+from memo_hf.forecasting.find import advise, max_seq_len, min_gpus
 from memo_hf.forecasting.forecast import fits, layer_costs
 from memo_hf.forecasting.memory import layer_bytes
 from memo_hf.forecasting.moments import layer_moments
@@ -26,8 +26,10 @@ HEADLINE += ["--host-memory", "2TiB"]
 
 
 def answer(capsys, *arguments) -> dict:
-    assert main(["plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    code = main(["plan", *arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["fits"] else 1)
+    return found
 
 
 def test_json_has_the_keys_that_scripts_read(capsys):
@@ -96,8 +98,8 @@ def test_fewest_gpus_have_the_host_memory_of_their_number(capsys):
 
 def test_no_number_of_gpus_helps_a_model_of_few_heads():
     setup = make_setup("smollm2-135m", 2**28, host_memory="1GiB")
-    with pytest.raises(ConfigError, match="its 9 attention heads bound how many ranks"):
-        min_gpus(setup)
+    assert min_gpus(setup) is None
+    assert advise(setup)[-1].startswith("no number of GPUs up to 4,096 suffices: its 9 attention heads bound")
 
 
 def test_what_does_not_fit_is_an_answer_with_advice(capsys):
@@ -144,14 +146,58 @@ def test_text_names_what_matters(capsys):
         "gathered weights",
         "MEMO (paper)",
         "a rank",
+        "% (model FLOPs, causal attention by half, no recompute; docs/forecast.md)",
     ):
         assert words in text
+    assert max(len(line) for line in text.splitlines()) <= 120
 
 
 def test_what_does_not_fit_has_no_step_time(capsys):
-    assert main(["plan", "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090"]) == 0
+    assert main(["plan", "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090"]) == 1
     text = capsys.readouterr().out
     assert "fits            NO" in text and "\nstep " not in text and "\nMFU " not in text
+
+
+@pytest.mark.parametrize(
+    ("find", "model", "more", "key", "words"),
+    [
+        ("max-seq-len", "llama-3.1-70b", ["--device", "4090"], "max_seq_len", "max seq len: none fits"),
+        ("min-gpus", "smollm2-135m", ["--seq-len", "256M", "--host-memory", "1GiB"], "min_gpus", "none up to 4,096"),
+    ],
+)
+def test_what_is_not_found_is_an_answer_too(find, model, more, key, words, capsys):
+    found = answer(capsys, "--model", model, *more, "--find", find)
+    assert not found[key] and not found["fits"]
+    assert main(["plan", "--model", model, *more, "--find", find]) == 1
+    text = capsys.readouterr().out
+    assert words in text and "fits            NO" in text and "to change" in text
+
+
+@pytest.mark.parametrize("written", ["989T", "989TFLOPS", "989 TFLOP/s", "989e12", "9.89e14", "0.989P"])
+def test_flops_as_people_write_them(written):
+    assert make_setup("qwen3-8b", "8K", flops=written).device.flops == 989e12
+    assert make_setup("qwen3-8b", "8K", flops=989e12).device.flops == 989e12
+
+
+def test_flops_reach_the_forecast(capsys):
+    arguments = ["--model", "qwen3-8b", "--seq-len", "8K"]
+    same, half = (answer(capsys, *arguments, "--flops", flops) for flops in ("989T", "494.5e12"))
+    assert same == answer(capsys, *arguments)
+    assert same["step_seconds"] < half["step_seconds"]
+
+
+def test_positions_beyond_the_trained_ones_are_told(tmp_path, capsys):
+    said = "positions       over the 131,072 positions it was trained for; RoPE scaling, docs/long_text.md"
+    main(["plan", "--model", "llama-3.1-8b", "--device", "b200", "--train", "lora", "--find", "max-seq-len"])
+    assert said in capsys.readouterr().out
+    main(["plan", "--model", "llama-3.1-8b", "--device", "b200", "--train", "lora", "--seq-len", "128K"])
+    assert "positions  " not in capsys.readouterr().out
+    assert answer(capsys, "--model", "qwen3-8b", "--seq-len", "1K")["trained_positions"] == 40960
+    assert answer(capsys, "--model", "gpt-7b", "--seq-len", "1M", "--gpus", "64")["trained_positions"] is None
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 99, "n_positions": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main(["plan", "--model", str(tmp_path), "--seq-len", "2K"])
+    assert "over the 1,024 positions it was trained for; its table of positions ends there" in capsys.readouterr().out
 
 
 def test_options_may_be_written_with_underscores(capsys):
@@ -192,6 +238,10 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "no" / "out.png")]) == 2
     assert "plot: cannot write" in capsys.readouterr().err
+    for name in ("out", "out.txt", "out.json"):
+        assert main(["plan", *HEADLINE, "--plot", str(tmp_path / name)]) == 2
+        assert f"--plot, a picture, is '{tmp_path / name}'; end the name in .png or" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -215,6 +265,8 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
         (["--model", "gpt-7b", "--seq-len", "1K", "--host-memory", "64"], "write the unit, for example 64GiB"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--device-memory", "24"], "device_memory: 24 without a unit"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--link-bandwidth", "25"], "means 25 bytes"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--flops", "989"], "flops: 989 without a unit means 989 FLOPs"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--flops", "fast"], "flops: cannot read 'fast'"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--swap-fraction", "2"], "a number from 0 to 1"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--train", "lora", "--lora-targets", "dense"], "are unknown"),
         (

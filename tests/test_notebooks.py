@@ -1,14 +1,20 @@
 """The notebooks run from top to bottom on a CPU, with smaller numbers in their first cell, and come without outputs."""
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 nbformat = pytest.importorskip("nbformat", reason="pip install 'memo-hf[test]'")
 nbclient = pytest.importorskip("nbclient", reason="pip install 'memo-hf[test]'")
+Image = pytest.importorskip("PIL.Image", reason="pip install 'memo-hf[test]'")
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "notebooks"))
+import pictures  # noqa: E402
+
 # Of the first cell; the rest runs as it stands.
 SMALLER = {
     "1_four_times_the_context": {"tokens": "256", "num_layers": "3", "checkpoint": "'no/checkpoint'"},
@@ -42,5 +48,16 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
         assert found == 1, name
     client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", ()) for output in outputs), "no picture"
+    drawn = Image.open(io.BytesIO(pictures.picture(notebook)))
+    with Image.open(pictures.FOLDER / f"{path.stem}.png") as kept:
+        assert all(abs(one / other - 1) < 0.1 for one, other in zip(drawn.size, kept.size, strict=True))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_picture_is_kept_and_shown(path):
+    notebook, kept = nbformat.read(path, as_version=4), pictures.FOLDER / f"{path.stem}.png"
+    assert kept.stat().st_size < 100_000
+    with Image.open(kept) as image:
+        assert image.info[pictures.DIGEST] == pictures.digest(notebook), "run python notebooks/pictures.py"
+    assert f"](../docs/pictures/{kept.name})" in notebook.cells[0].source
+    assert any(f"](pictures/{kept.name})" in page.read_text() for page in (ROOT / "docs").glob("*.md"))

@@ -67,6 +67,19 @@ def test_plot(instance, tmp_path):
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("option", "name"), [("--plot", "map.csv"), ("--plot", "map"), ("--output", "plan.json")])
+def test_a_suffix_that_says_another_format_is_a_mistake(option, name, instance, tmp_path, capsys):
+    assert main(["place", str(instance), option, str(tmp_path / name)]) == 2
+    assert "end the name in" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_a_plot_that_cannot_be_written_says_so(instance, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["place", str(instance), "--plot", str(tmp_path / "no" / "map.png")]) == 2
+    assert "plot: cannot write" in capsys.readouterr().err
+
+
 def test_starts_without_torch_and_heavy_libraries():
     code = (
         "import sys; from memo_hf.cli import build_parser; build_parser()\n"

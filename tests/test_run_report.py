@@ -1,5 +1,6 @@
 """What a run shows: its first line, the progress bar, the loggers, and the report as text, JSON and one HTML page."""
 
+import gc
 import json
 import logging
 import re
@@ -7,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from adapters import lora
 from exactness import enabled
 from tiny_models import random_ids, tiny
 from trainer_runs import LAYERS, MEMO, arguments, random_rows, tiny_llama
@@ -14,6 +16,7 @@ from transformers import ProgressCallback
 
 import memo_hf
 from memo_hf import MemoConfig, MemoTrainer
+from memo_hf.allocator.meter import AllocatorMeter
 from memo_hf.errors import ConfigError, MemoError
 from memo_hf.report.run_plots import figures
 
@@ -109,9 +112,12 @@ def test_the_page_has_its_plots_inside():
         drawn = figures(session.run_report(device_peak_bytes=10**6))
     parsed = _Page(page)
     assert parsed.headings[:4] == [
-        "A run under memo_hf", "Bytes by part", "What becomes of each layer's tokens", "Forecast beside measured"
-    ]  # fmt: skip
-    assert parsed.tags.count("svg") == 3
+        "A run under memo_hf",
+        "Bytes by part",
+        "Device peak with and without memo_hf",
+        "What becomes of each layer's tokens",
+    ]
+    assert parsed.tags.count("svg") == 4
     assert parsed.loaded == [] and len(parsed.ids) == len(set(parsed.ids))
     referred = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', page))
     assert referred <= set(parsed.ids)
@@ -186,16 +192,100 @@ def test_a_trainer_prints_the_line_once_and_saves_the_report(tmp_path, capsys):
     assert printed.count(f"memo_hf: {LAYERS} layers in token mode") == 1
     swapped = memo_hf.units.format_bytes(trainer.memo_stats.swapped_bytes)
     assert f"memo_hf: the first step swapped {swapped} of {swapped} planned" in printed  # case 121
-    for suffix in ("txt", "json", "html"):
+    for suffix in ("txt", "JSON", "json", "html"):
         trainer.save_memo_report(tmp_path / f"report.{suffix}")
     assert (tmp_path / "report.txt").read_text() == trainer.memo_report
     assert json.loads((tmp_path / "report.json").read_text())["forwards"] == 3
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
-    with pytest.raises(ConfigError, match="report.pdf ends in '.pdf'"):
+    for name in ("report.md", "report"):
+        with pytest.raises(ConfigError, match="end the name in"):
+            trainer.save_memo_report(tmp_path / name)
+        assert not (tmp_path / name).exists()
+    with pytest.raises(ConfigError, match=r"report.pdf'; end the name in .html or .json or .txt"):
         trainer.save_memo_report(tmp_path / "report.pdf")
 
 
-@pytest.mark.parametrize("setting", [dict(plan_file="x"), dict(device_memory="1GiB")], ids=str)
+@pytest.mark.parametrize("setting", [dict(plan_file="x.json"), dict(device_memory="1GiB")], ids=str)
 def test_a_setting_without_effect_is_an_error(setting):  # case 121
     with pytest.raises(ConfigError, match="has no effect beside swap_fraction=0.5"):
         MemoConfig(swap_fraction=0.5, **setting)
+
+
+def test_the_peak_has_beside_it_what_would_run_instead():
+    vocab = 128
+    model = tiny("llama", num_hidden_layers=4, vocab_size=vocab)
+    held = sum(p.nbytes for p in model.parameters())
+    with enabled(model, swap_fraction=0.0, unswapped_layers=1) as session:
+        step(model)
+        report, text = json.loads(session.report(format="json")), session.report()
+        with_peak = session.report(device_peak_bytes=10**6)
+    peak, without = report["forecast"]["device_bytes"], report["forecast"]["device_bytes_without"]
+    assert held < peak < without["activation checkpointing"] < without["plain training"]
+    said = ", ".join(f"{name} {memo_hf.units.format_bytes(size)}" for name, size in without.items())
+    assert f"without memo_hf, by forecast: {said}" in text and said in with_peak
+    hint = f"device peak: forecast {memo_hf.units.format_bytes(peak)}, not measured; to have it beside"
+    assert hint in text and hint not in with_peak
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # its name in transformers before 5.20
+@pytest.mark.parametrize(
+    ("name", "vocab", "adapts"), [("llama", 1024, False), ("qwen3", 128, False), ("llama", 1024, True)]
+)
+def test_what_would_run_instead_is_forecast_to_a_tenth(name, vocab, adapts):
+    gc.collect()  # what goes while the meter runs would be taken off
+    with AllocatorMeter() as meter:
+        model = tiny(name, num_hidden_layers=4, vocab_size=vocab, hidden_size=64, intermediate_size=176)
+        if adapts:
+            model = lora(model, target_modules=["q_proj", "v_proj"])
+        ids = random_ids(1, 512)
+        measured = {}
+        for strategy, checkpoints in (("plain training", False), ("activation checkpointing", True)):
+            if checkpoints:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train().zero_grad(set_to_none=True)
+            meter.reset_peak()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            measured[strategy] = meter.peak_bytes - meter.start_bytes
+        model.gradient_checkpointing_disable()
+        model.zero_grad(set_to_none=True)
+        with enabled(model, swap_fraction=0.0) as session:
+            model(input_ids=ids, labels=ids).loss.backward()
+            forecast = session.run_report().forecast.device_bytes_without
+    assert forecast == pytest.approx(measured, rel=0.1)
+
+
+def test_untouched_batches_are_told_in_plain_words(tmp_path, monkeypatch, capsys):
+    said = "untouched: 1 of 3 batches was shorter than min_tokens=64"
+    model = tiny("llama", num_hidden_layers=3)
+    with enabled(model, swap_fraction=0.5, min_tokens=64) as session:
+        step(model)
+        step(model)
+        assert "untouched" not in session.report() and json.loads(session.report(format="json"))["untouched"] is None
+        short = random_ids(1, 32)
+        model(input_ids=short, labels=short).loss.backward()
+        assert f"\n  {said}\n" in session.report()
+        assert re.search(r"off by -\d+%, or the peak was that of an untouched batch\n", session.report(10**9))
+        assert json.loads(session.report(format="json"))["untouched"] == said
+        pytest.importorskip("matplotlib")
+        assert said in session.report(format="html")
+    shown = []
+
+    class Bar(ProgressCallback):
+        def on_train_begin(self, *args, **kwargs):
+            super().on_train_begin(*args, **kwargs)
+            monkeypatch.setattr(self.training_bar, "set_postfix_str", shown.append)
+
+    args = arguments(tmp_path, disable_tqdm=False)
+    trainer = MemoTrainer(model=tiny_llama(), args=args, train_dataset=random_rows(), memo=MemoConfig())
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Bar)
+    trainer.train()
+    assert shown[-1].startswith("memo_hf: untouched: 3 of 3 batches were shorter than min_tokens=2,048, ")
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan", "plan.json.gz"])
+def test_a_plan_file_is_json(name):
+    with pytest.raises(ConfigError, match="plan_file, written as JSON, is '.*'; end the name in .json"):
+        MemoConfig(plan_file=name)
+    assert MemoConfig(plan_file="a.b/plan.json").plan_file == "a.b/plan.json"

@@ -10,6 +10,8 @@ _EPILOG = """examples:
 
 step.csv has one buffer a line, `id,lower,upper,size`: alive from lower up to, not including, upper. A file that begins
 with `op,id,size,phase,stream,thread` is the trace of a step, which is planned in two levels: layers, then the step.
+
+exit code: 0 where a plan was found, within --capacity where that is given; 1 where the best plan needs more.
 """
 _METHODS = ("auto", "greedy", "tree", "order", "mip", "cbc", "cpsat", "supermalloc")
 
@@ -27,19 +29,24 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     source.add_argument("instance", nargs="?", metavar="INSTANCE.csv", help="buffers, or the trace of a step")
     source.add_argument("--snapshot", metavar="FILE", help="a file of torch.cuda.memory._dump_snapshot, instead")
     add = parser.add_argument
-    add("--capacity", metavar="BYTES", help="of the arena, for example 40GiB; exit code 1 where the plan needs more")
-    add("--time-limit", type=float, default=10.0, metavar="S", help="seconds to search (default: 10)")
+    add("--capacity", metavar="BYTES", help="of the arena, for example 40GiB")
+    add("--time-limit", type=float, default=10.0, metavar="S", help="seconds to search")
     add("--method", choices=_METHODS, default="auto", help="auto, or what to run after the greedy orders")
     add("--output", metavar="PLAN.csv", help="write the buffers with their offsets")
-    add("--plot", metavar="FILE", help="draw addresses over time, as an image; needs matplotlib")
+    add("--plot", metavar="FILE", help="draw addresses over time, as .png, .svg, .pdf or .jpg; needs matplotlib")
     return parser
 
 
 def run(args) -> int:
     """Runs `memo-hf place`. Returns 0, or 1 where the capacity is not met."""
+    from memo_hf.paths import PICTURES, require_suffix
     from memo_hf.planner.problem import write_placement
     from memo_hf.units import format_bytes, parse_bytes
 
+    if args.output:
+        require_suffix(args.output, "--output, a table,", (".csv",))
+    if args.plot:
+        require_suffix(args.plot, "--plot, a picture,", PICTURES)
     capacity = None if args.capacity is None else parse_bytes(args.capacity, "--capacity")
     placement, reserved = _place(args, capacity)
     if args.output:

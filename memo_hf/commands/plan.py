@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 _EPILOG = """examples:
-  memo-hf plan --model llama-3.1-8b --seq-len 256K --device h100
+  memo-hf plan --model llama-3.1-8b --seq-len 256K --device h200 --host-memory 1TiB --optimizer-device host
   memo-hf plan --model ./my-model --seq-len 1M --gpus 8 --sequence-parallel 8 --device a800 --host-memory 2TiB --json
   memo-hf plan --model qwen3-8b --device h200 --train lora --find max-seq-len
+
+exit code: 0 where the run fits, 1 where it does not, or where --find finds nothing that fits.
 """
+_MFU = "model FLOPs, causal attention by half, no recompute; docs/forecast.md"
 
 
 def add_parser(subparsers):
@@ -24,12 +27,12 @@ def add_parser(subparsers):
     )
     add = parser.add_argument
     add("--model", required=True, help="a shipped name (see docs/forecast.md), a config.json or its folder")
-    add("--seq-len", default=None, help="tokens of a sequence: 1M, 128K or a number; not needed for --find max-seq-len")
+    add("--seq-len", help="tokens of a sequence: 1M, 128K or a number; not needed for --find max-seq-len")
     add("--batch", type=int, default=1, help="sequences that a data-parallel group works on at once")
     add("--train", choices=["full", "lora"], default="full", help="all weights, or an adapter")
     add("--lora-rank", type=int, default=16, help="of the adapter")
     add("--lora-targets", default="all-linear", help="all-linear, or names such as q_proj,v_proj")
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default=None, help="default: bfloat16, float32 on a CPU")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32")
     add("--no-master-weights", action="store_true", help="no fp32 weights beside the 16-bit ones")
     add("--optimizer", choices=["adamw", "adamw-8bit", "sgd-momentum", "sgd"], default="adamw", help="for its states")
     add("--optimizer-device", choices=["device", "host"], default="device", help="where its states are")
@@ -37,49 +40,55 @@ def add_parser(subparsers):
     add("--gpus", type=int, default=1, help="GPUs of the run")
     add("--gpus-per-node", type=int, default=8, help="GPUs that share a node's host memory")
     add("--sequence-parallel", type=int, default=1, help="GPUs that share one sequence (Ulysses)")
-    add("--shards", type=int, default=None, help="GPUs that share weights, gradients and optimizer; default: all")
+    add("--shards", type=int, help="GPUs that share weights, gradients and optimizer; default: all")
     add("--device", default="h100", help="a800, a100-40, a100-80, h100, h200, b200, 4090, or cpu for this machine's")
-    add("--device-memory", default=None, help="instead of the device's own, for example 48GiB")
-    add("--flops", type=float, default=None, help="dense peak per second in the dtype, instead of the device's own")
-    add("--link-bandwidth", default=None, help="to and from host memory per second and device, for example 25GB")
-    add("--host-memory", default=None, help="of one node, for example 2TiB; default: usual for the device")
-    add("--chunk-size", type=int, default=None, help="tokens that go through project or finish at once")
+    add("--device-memory", help="for example 48GiB; default: the device's own")
+    add("--flops", help="dense peak in the dtype, FLOPs per second: 989T or 989e12; default: the device's own")
+    add(
+        "--link-bandwidth",
+        help="to and from host memory per second and device, for example 25GB; default: the device's own",
+    )
+    add("--host-memory", help="of one node, for example 2TiB; default: usual for the device")
+    add("--chunk-size", type=int, help="tokens in project or finish at once; default: chosen for you")
     add("--unswapped-layers", type=int, default=2, help="the last layers, which keep their activations on the device")
-    add("--swap-fraction", type=float, default=None, help="by hand instead of solved")
-    add("--qkv", choices=["swap", "rebuild"], default=None, help="by hand instead of chosen")
+    add("--swap-fraction", type=float, help="by hand, 0 to 1; default: solved for")
+    add("--qkv", choices=["swap", "rebuild"], help="by hand; default: chosen for you")
     add("--full-logits", action="store_true", help="the loss is not chunked")
     add("--gradient-accumulation", action="store_true", help="gradients of earlier passes are held during forward")
     add(
         "--find",
         choices=["max-seq-len", "min-gpus"],
-        default=None,
         help="the longest sequence or the fewest GPUs that fit",
     )
     add("--compare", action="store_true", help="beside what a user would otherwise pick")
-    add("--plot", metavar="FILE", default=None, help="bytes and step time over sequence length, as an image")
+    add("--plot", metavar="FILE", help="bytes and step time over sequence length, as .png, .svg, .pdf or .jpg")
     add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args) -> int:
-    """Runs `memo-hf plan`. A run that does not fit is an answer, so the exit code is 0 for it too."""
+    """Runs `memo-hf plan`. Returns 0, or 1 where the run does not fit."""
     from memo_hf.errors import ConfigError
     from memo_hf.forecasting.compare import compare
-    from memo_hf.forecasting.find import advise, max_seq_len, min_gpus
+    from memo_hf.forecasting.find import MOST_GPUS, advise, max_seq_len, min_gpus
     from memo_hf.forecasting.forecast import forecast_setup
+    from memo_hf.paths import PICTURES, require_suffix
 
+    if args.plot:
+        require_suffix(args.plot, "--plot, a picture,", PICTURES)
     if args.seq_len is None and args.find != "max-seq-len":
         raise ConfigError("--seq-len is missing; give the tokens of a sequence, for example --seq-len 128K")
     setup = _setup(args)
     found = {}
     if args.find == "max-seq-len":
-        length = max_seq_len(setup)
-        found["max_seq_len"] = length
-        setup = setup.replace(seq_len=length or setup.sequence_parallel)
+        found["max_seq_len"] = max_seq_len(setup)
+        setup = setup.replace(seq_len=found["max_seq_len"] or setup.sequence_parallel)
     elif args.find == "min-gpus":
-        setup = min_gpus(setup)
-        found["min_gpus"] = setup.gpus
-    forecast = forecast_setup(setup, None if args.find else advise)
+        fewest = min_gpus(setup)
+        found["min_gpus"] = fewest and fewest.gpus
+        setup = fewest or setup
+    forecast = forecast_setup(setup, advise)
+    code = 0 if forecast.fits and all(found.values()) else 1
     rows = compare(setup, forecast) if args.compare else None
     if args.plot:
         from memo_hf.report.forecast_plot import plot_forecast
@@ -90,15 +99,16 @@ def run(args) -> int:
         if rows is not None:
             answer["compare"] = rows
         print(json.dumps(answer, indent=2))
-        return 0
+        return code
+    none = {"max_seq_len": "none fits", "min_gpus": f"none up to {MOST_GPUS:,} fits; as given:"}
     for name, value in found.items():
-        print(f"{name.replace('_', ' ')}: {value:,}\n")
+        print(f"{name.replace('_', ' ')}: {f'{value:,}' if value else none[name]}\n")
     print(_text(setup, forecast))
     if rows is not None:
         print("\n" + _table(rows))
     if args.plot:
         print(f"\nplot: {args.plot}")
-    return 0
+    return code
 
 
 def _setup(args):
@@ -139,6 +149,7 @@ def _inputs(setup) -> dict:
         "model": setup.model.name,
         "num_parameters": setup.model.num_parameters,
         "seq_len": setup.seq_len,
+        "trained_positions": setup.model.trained_positions,
         "batch": setup.batch,
         "gpus": setup.gpus,
         "sequence_parallel": setup.sequence_parallel,
@@ -166,7 +177,7 @@ def _text(setup, forecast) -> str:
     speed = [
         f"step            {step}, {exposed} of it waiting for copies",
         f"tokens          {forecast.tokens_per_second:,.0f} a second, over all GPUs",
-        f"MFU             {100 * forecast.mfu:.1f} % ({forecast.mfu_convention})",
+        f"MFU             {100 * forecast.mfu:.1f} % ({_MFU})",
     ]
     lines = [
         head,
@@ -174,6 +185,7 @@ def _text(setup, forecast) -> str:
         f"fits            {'yes' if forecast.fits else 'NO'}",
         f"swap fraction   {forecast.swap_fraction:.3f} (q, k, v: {forecast.qkv}; {where})",
         *(speed if forecast.fits else []),
+        *_positions(setup),
         f"binding limit   {forecast.binding_limit}",
         f"device peak     {format_bytes(forecast.device_peak_bytes)} of {format_bytes(forecast.device_budget_bytes)}",
         f"  when          {forecast.device_peak_moment}",
@@ -185,6 +197,15 @@ def _text(setup, forecast) -> str:
     )
     lines += [f"to change       {advice}" for advice in forecast.advice]
     return "\n".join(lines)
+
+
+def _positions(setup) -> list[str]:
+    """A line where the sequence is longer than what the model was trained for."""
+    trained = setup.model.trained_positions
+    if trained is None or setup.seq_len <= trained:
+        return []
+    more = "its table of positions ends there" if setup.model.num_positions else "RoPE scaling, docs/long_text.md"
+    return [f"positions       over the {trained:,} positions it was trained for; {more}"]
 
 
 def _table(rows) -> str:

@@ -12,7 +12,7 @@ from memo_hf.forecasting.hardware import Device, find_device, this_cpu
 from memo_hf.forecasting.setup import DTYPES, Setup
 from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
-from memo_hf.units import parse_count, parse_memory
+from memo_hf.units import parse_count, parse_flops, parse_memory
 
 _ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -54,7 +54,7 @@ def make_setup(
     shards: int | None = None,
     device: str | Device = "h100",
     device_memory: str | int | None = None,
-    flops: float | None = None,
+    flops: str | float | None = None,
     link_bandwidth: str | float | None = None,
     host_memory: str | int | None = None,
     chunk_size: int | None = None,
@@ -71,11 +71,14 @@ def make_setup(
         train: "full" or "lora", with `lora_rank` and `lora_targets` ("all-linear" or names with commas).
         dtype: "bfloat16" (the default on GPUs), "float16" or "float32" (the default on a CPU).
         master_weights: fp32 master weights beside 16-bit ones.
-        optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd"; it and the weights live on "device" or "host".
-        gpus, sequence_parallel, shards: all GPUs, how many share a sequence, how many share the weights (default: all).
+        optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd".
+        optimizer_device, weights_device: "device" or "host", where the optimizer's states and the weights live.
+        gpus, gpus_per_node: of the run, and how many of them share a node's host memory.
+        sequence_parallel, shards: how many GPUs share a sequence, and how many share the weights (default: all).
         device: a name of the table, "cpu" for this machine's, or a `Device`; the next three replace its numbers.
         device_memory: bytes, as "48GiB"; without it the swap fraction on "cpu" stays 0, as in a run.
-        flops: dense peak per second. link_bandwidth: bytes per second and device, each way, as "25GB".
+        flops: dense peak per second in the dtype, as "989T" or 989e12.
+        link_bandwidth: bytes per second and device, each way, as "25GB".
         host_memory: of one node. Default: the device's usual host, or what this machine has free for "cpu".
         chunk_size, unswapped_layers, swap_fraction, qkv, chunked_loss: as in `MemoConfig`.
         gradient_accumulation: whether gradients of earlier passes are held during forward.
@@ -146,7 +149,7 @@ def _device(device, device_memory, flops, link_bandwidth) -> Device:
     if device_memory is not None:
         changes["memory_bytes"] = float(parse_memory(device_memory, "device_memory"))
     if flops is not None:
-        changes["flops"] = float(flops)
+        changes["flops"] = float(parse_flops(flops, "flops"))
     if link_bandwidth is not None:
         changes["link_bytes_per_second"] = float(parse_memory(link_bandwidth, "link_bandwidth"))
     for name, value in changes.items():

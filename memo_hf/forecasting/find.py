@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from memo_hf.errors import ConfigError
 from memo_hf.forecasting.forecast import fits
 from memo_hf.forecasting.setup import Setup
 
 # Lengths are found to 1/64 of themselves; further apart than the forecast is exact.
 _RESOLUTION = 64
 _LONGEST = 2**28
-_MOST_GPUS = 4096
+MOST_GPUS = 4096
 
 
 def max_seq_len(setup: Setup) -> int:
@@ -41,19 +40,15 @@ def with_gpus(setup: Setup, gpus: int) -> Setup:
     return setup.replace(gpus=gpus, sequence_parallel=ranks, shards=gpus)
 
 
-def min_gpus(setup: Setup) -> Setup:
-    """`setup` on the fewest GPUs, a power of two, on which it fits. Raises `ConfigError` where no number suffices."""
+def min_gpus(setup: Setup) -> Setup | None:
+    """`setup` on the fewest GPUs, a power of two, on which it fits; None where no number up to 4,096 suffices."""
     gpus = 1
-    while gpus <= _MOST_GPUS:
+    while gpus <= MOST_GPUS:
         candidate = with_gpus(setup, gpus)
         if fits(candidate):
             return candidate
         gpus *= 2
-    raise ConfigError(
-        f"{setup.model.name} at {setup.seq_len} tokens fits on no number of GPUs up to {_MOST_GPUS}: its"
-        f" {setup.model.heads} attention heads bound how many ranks can share a sequence; use a shorter sequence or"
-        " more host memory per node"
-    )
+    return None
 
 
 def advise(setup: Setup) -> list[str]:
@@ -68,14 +63,16 @@ def advise(setup: Setup) -> list[str]:
         found.append("it fits with a swap fraction that is chosen for you")
     if fits(setup.replace(host_bytes=1e18)):
         found.append("it fits with more host memory (--host-memory)")
-    try:
-        more = min_gpus(setup)
-        if more.gpus > setup.gpus:
-            found.append(f"it fits on {more.gpus} GPUs with sequence parallelism over {more.sequence_parallel} of them")
-    except ConfigError:
-        pass
+    more = min_gpus(setup)
+    if more is not None and more.gpus > setup.gpus:
+        found.append(f"it fits on {more.gpus} GPUs with sequence parallelism over {more.sequence_parallel} of them")
     if not found:
         found.append(
             "neither more GPUs nor more host memory make it fit: use a smaller model, LoRA, or a larger device"
+        )
+    if more is None:
+        found.append(
+            f"no number of GPUs up to {MOST_GPUS:,} suffices: its {setup.model.heads} attention heads bound how many "
+            "ranks can share a sequence"
         )
     return found

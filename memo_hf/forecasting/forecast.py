@@ -28,6 +28,7 @@ class Forecast:
         strategy: "memo", or "checkpoint" where activation checkpointing is predicted to be as fast.
         swap_fraction, qkv, num_swapped, num_input_only, num_kept: the plan (see `SwapPlan`).
         device_peak_bytes: of one device; `device_peak_by_part` says of what, `device_peak_moment` when.
+        device_budget_bytes, host_budget_bytes_per_node: what there is of both memories.
         host_bytes_per_rank, host_bytes_per_node: swapped activations, and offloaded weights and optimizer.
         step_seconds, exposed_seconds: of a step, and of it waiting for copies.
         tokens_per_second, mfu: of the whole run; `mfu_convention` says how FLOPs are counted.

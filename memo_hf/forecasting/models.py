@@ -27,9 +27,12 @@ def _gpt(layers: int, hidden: int, heads: int) -> dict:
     }
 
 
-def _llama_like(model_type, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied=False, **more) -> dict:
+def _llama_like(
+    model_type, positions, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied=False, **more
+) -> dict:
     return {
         "model_type": model_type,
+        "max_position_embeddings": positions,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -48,15 +51,16 @@ SHIPPED: dict[str, dict] = {
     "gpt-13b": _gpt(40, 5120, 40),
     "gpt-30b": _gpt(48, 7168, 56),
     "gpt-65b": _gpt(80, 8192, 64),
-    "llama-2-7b": _llama_like("llama", 32, 4096, 11008, 32, 32, 128, 32000),
-    "llama-3.1-8b": _llama_like("llama", 32, 4096, 14336, 32, 8, 128, 128256),
-    "llama-3.1-70b": _llama_like("llama", 80, 8192, 28672, 64, 8, 128, 128256),
-    "qwen3-0.6b": _llama_like("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
-    "qwen3-4b": _llama_like("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, tied=True),
-    "qwen3-8b": _llama_like("qwen3", 36, 4096, 12288, 32, 8, 128, 151936),
-    "qwen3-32b": _llama_like("qwen3", 64, 5120, 25600, 64, 8, 128, 151936),
+    "llama-2-7b": _llama_like("llama", 4096, 32, 4096, 11008, 32, 32, 128, 32000),
+    "llama-3.1-8b": _llama_like("llama", 131072, 32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": _llama_like("llama", 131072, 80, 8192, 28672, 64, 8, 128, 128256),
+    "qwen3-0.6b": _llama_like("qwen3", 40960, 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
+    "qwen3-4b": _llama_like("qwen3", 40960, 36, 2560, 9728, 32, 8, 128, 151936, tied=True),
+    "qwen3-8b": _llama_like("qwen3", 40960, 36, 4096, 12288, 32, 8, 128, 151936),
+    "qwen3-32b": _llama_like("qwen3", 40960, 64, 5120, 25600, 64, 8, 128, 151936),
     "qwen3-30b-a3b": _llama_like(
         "qwen3_moe",
+        40960,
         48,
         2048,
         6144,
@@ -68,7 +72,7 @@ SHIPPED: dict[str, dict] = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
-    "smollm2-135m": _llama_like("llama", 30, 576, 1536, 9, 3, 64, 49152, tied=True),
+    "smollm2-135m": _llama_like("llama", 8192, 30, 576, 1536, 9, 3, 64, 49152, tied=True),
 }
 
 

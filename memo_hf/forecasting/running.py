@@ -5,12 +5,12 @@ So the run is planned and reported with the same bytes that `memo-hf plan` print
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError
 from memo_hf.forecasting.activations import Training
-from memo_hf.forecasting.baselines import CHECKPOINTING, baseline
+from memo_hf.forecasting.baselines import CHECKPOINTING, PLAIN, Strategy, baseline
 from memo_hf.forecasting.forecast import layer_costs
 from memo_hf.forecasting.hardware import find_device, this_cpu
 from memo_hf.forecasting.memory import static_parts
@@ -38,12 +38,14 @@ class RunForecast:
         device_parts: bytes that the device holds at its peak, by what they are.
         moment: of the step, at which that is.
         step_seconds: of the step, or None where nothing was measured to tell it from.
+        device_bytes_without: bytes at the device's peak by what would run instead, with transformers' own loss.
     """
 
     host_parts: dict[str, float]
     device_parts: dict[str, float]
     moment: str
     step_seconds: float | None = None
+    device_bytes_without: dict[str, float] = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> float:
@@ -77,7 +79,8 @@ class Run:
         moments = [moment for moment in _moments(setup) if moment.treatment == qkv]
         parts = [_parts(moment, held, fraction) for moment in moments]
         highest = max(range(len(parts)), key=lambda index: sum(parts[index].values()))
-        return RunForecast(host, parts[highest], moments[highest].when)
+        without = {strategy.name: _peak_without(setup, strategy, held) for strategy in (PLAIN, CHECKPOINTING)}
+        return RunForecast(host, parts[highest], moments[highest].when, device_bytes_without=without)
 
 
 def describe_run(
@@ -117,6 +120,14 @@ def describe_run(
     except ConfigError:
         return None
     return Run(setup)
+
+
+def _peak_without(setup: Setup, strategy: Strategy, held: Held) -> float:
+    """Bytes at the device's peak under `strategy`, with the logits that memo_hf does not make."""
+    parts = baseline(setup.replace(chunked_loss=False), strategy).device_peak_by_part
+    described = static_parts(setup)
+    activations = sum(size for name, size in parts.items() if name not in described)
+    return held.static_bytes + (held.gradient_bytes if parts["gradients"] else 0.0) + activations
 
 
 def run_peaks(run: Run, held: Held) -> tuple[tuple[DevicePeak, ...], float]:

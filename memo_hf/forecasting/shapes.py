@@ -20,7 +20,10 @@ _NAMES = {
     "vocab": ("vocab_size",),
 }
 # Beside those above, and not always there.
-_NUMBERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok decoder_sparse_step".split()
+_NUMBERS = (
+    "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok decoder_sparse_step "
+    "max_position_embeddings n_positions"
+).split()
 _UNDESCRIBED = {
     "kv_lora_rank": "multi-head latent attention",
     "ssm_cfg": "state-space layers",
@@ -60,7 +63,10 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer. Counts are elements; `*_width` is a width in elements."""
+    """Sizes of a decoder-only transformer. Counts are elements; `*_width` is a width in elements.
+
+    `num_positions` is of an embedding of positions, `trained_positions` how many the model was trained for, if known.
+    """
 
     name: str
     model_type: str
@@ -79,6 +85,7 @@ class ModelShape:
     attention_bias: bool
     mlp_bias: bool
     num_positions: int = 0
+    trained_positions: int | None = None
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -142,6 +149,7 @@ class ModelShape:
             qk_norm=model_type.startswith(("qwen3", "olmo2", "gemma3")),
             attention_bias=is_gpt2 or model_type == "qwen2" or bool(config.get("attention_bias")),
             mlp_bias=is_gpt2 or bool(config.get("mlp_bias")),
+            trained_positions=config.get("max_position_embeddings") or config.get("n_positions") or None,
             num_positions=(config.get("n_positions") or 0) if is_gpt2 else 0,
             num_experts=experts,
             experts_per_token=config.get("num_experts_per_tok") or 0,

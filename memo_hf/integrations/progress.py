@@ -42,6 +42,9 @@ class RunFigures(TrainerCallback):
         self._steps += 1
         stats, (where, peak) = self._session.stats, _peak_bytes(args.device)
         doing = "measured, solving next" if stats.phase == "measuring" else f"swap fraction {stats.swap_fraction:.3g}"
+        untouched = stats.untouched(self._session.config.effective_min_tokens)
+        if untouched:
+            doing = f"{doing}, {untouched}" if stats.forwards else untouched
         self._show(f"{doing}, {self._rate or 0.0:,.0f} tokens/s, {where} peak {format_bytes(peak)}")
 
     def metrics(self, device: torch.device) -> dict[str, float]:

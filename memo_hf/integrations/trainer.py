@@ -21,6 +21,7 @@ from memo_hf.errors import ConfigError, MemoError
 from memo_hf.integrations.accelerate import as_config, enable_under, refuse_conflicts
 from memo_hf.integrations.progress import RunFigures
 from memo_hf.integrations.trl_loss import small_loss_tiles
+from memo_hf.paths import require_suffix
 from memo_hf.units import format_bytes
 
 # The same switch under the name of today, and under the one that older releases and TRL use.
@@ -41,8 +42,9 @@ class MemoTrainerMixin:
 
     memo_hf is on from the start of the training loop to its end or failure, so that evaluation outside of it, saving
     and a second `train()` find the model as it was. The first batch prints one line: mode, swap fraction, what limits
-    it, host memory and the forecast. Trainer's progress bar shows tokens per second and the peak of memory, and logs
-    that carry the loss also carry `memo/...` numbers.
+    it, host memory and the forecast. Trainer's progress bar shows tokens per second and the peak of memory. Logs that
+    carry the loss also carry `memo/swapped_gib`, `memo/host_peak_gib`, `memo/swap_fraction`, `memo/tokens_per_second`,
+    `memo/stock_forwards` (that ran untouched), and `memo/device_peak_gib` (on a CPU `memo/process_peak_gib`).
 
     Raises:
         ConfigError: `memo` is wrong, or activation checkpointing, activation offloading, torch.compile or
@@ -97,15 +99,13 @@ class MemoTrainerMixin:
             ConfigError: another suffix, or matplotlib is missing.
             MemoError: nothing was trained with memo_hf yet.
         """
-        path = Path(path)
         formats = {".html": "html", ".json": "json", ".txt": "text"}
-        if path.suffix not in formats:
-            raise ConfigError(f"{path} ends in {path.suffix!r}; a report ends in one of {list(formats)}")
+        suffix = require_suffix(path, "the path of a report", tuple(formats))
         report = self.memo_session.run_report() if self.memo_session is not None else self._memo_run_report
         if report is None:
             raise MemoError("there is nothing to report: no training loop has run with memo_hf; call train() first")
         if self.is_world_process_zero():
-            path.write_text(report.render(formats[path.suffix]))
+            Path(path).write_text(report.render(formats[suffix]))
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)

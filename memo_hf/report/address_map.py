@@ -57,5 +57,8 @@ def address_map(placement: Placement):
 
 
 def plot_address_map(placement: Placement, path: str | Path) -> None:
-    """Writes `address_map` as an image, by the suffix of `path`. Raises `PlanError` without matplotlib."""
-    address_map(placement).savefig(path, dpi=150)
+    """Writes `address_map` as an image, by the suffix of `path`. Raises `PlanError` where that cannot be."""
+    try:
+        address_map(placement).savefig(path, dpi=150)
+    except (ValueError, OSError) as error:
+        raise PlanError(f"plot: cannot write {path}: {error}") from None

@@ -24,6 +24,7 @@ def figures(report: RunReport) -> dict:
     found = {}
     if report.forecast is not None:
         found["Bytes by part"] = bytes_by_part(report)
+        found["Device peak with and without memo_hf"] = with_and_without(report)
     if report.layers:
         found["What becomes of each layer's tokens"] = layer_shares(report)
     if report.compared:
@@ -43,7 +44,7 @@ def bytes_by_part(report: RunReport):
     figure, axes = _figure(11, 4.4, columns=2)
     for axis, (where, (parts, budget)) in zip(axes, rows.items(), strict=True):
         total = sum(parts.values())
-        unit, name = (_GIB, "GiB") if max(total, 1) >= _GIB / 10 else (_MIB, "MiB")
+        unit, name = _unit(total)
         bottom = 0.0
         for part, size in parts.items():
             if size >= 0.0005 * total and size > 0:
@@ -58,6 +59,19 @@ def bytes_by_part(report: RunReport):
         axis.set(title=title, ylabel=name, xticks=[], xlim=(-0.5, 1.6))
         axis.legend(fontsize="small", loc="upper right")
     figure.suptitle(f"forecast; the device's peak is at: {forecast.moment}")
+    return figure
+
+
+def with_and_without(report: RunReport):
+    """The device's peak by forecast: as it is, and by what would run instead."""
+    peaks = {"memo_hf": report.forecast.device_bytes, **report.forecast.device_bytes_without}
+    unit, name = _unit(max(peaks.values()))
+    figure, (axes,) = _figure(11, 0.8 + 0.5 * len(peaks))
+    bars = axes.barh(list(peaks), [size / unit for size in peaks.values()], height=0.5)
+    bars[0].set_color("tab:orange")
+    axes.bar_label(bars, [format_bytes(size) for size in peaks.values()], padding=3, fontsize="small")
+    axes.set(xlabel=f"{name} on the device, forecast", xlim=(0, 1.15 * max(peaks.values()) / unit))
+    axes.invert_yaxis()
     return figure
 
 
@@ -89,6 +103,10 @@ def forecast_beside_measured(report: RunReport):
     axes.set_yticks(range(len(labels)), labels, fontsize="small")
     axes.legend(fontsize="small", loc="lower right")
     return figure
+
+
+def _unit(num_bytes: float) -> tuple[int, str]:
+    return (_GIB, "GiB") if num_bytes >= _GIB / 10 else (_MIB, "MiB")
 
 
 def _figure(width: float, height: float, columns: int = 1):

@@ -64,8 +64,9 @@ class RunReport:
         return self.text() if format == "text" else json.dumps(self.to_dict(), indent=1)
 
     def text(self) -> str:
-        """Several lines: modes with reasons, bytes planned, swapped and prefetched, and forecast beside measured."""
-        return "\n".join([self.stats.describe(), *summary(self.stats, self.min_tokens, self.compared)])
+        """Several lines: modes with reasons, bytes planned, swapped and prefetched, forecast beside measured, and the
+        device's peak without memo_hf."""
+        return "\n".join([self.stats.describe(), *summary(self.stats, self.min_tokens, self.compared, self.forecast)])
 
     def to_dict(self) -> dict:
         """Plain values; bytes and seconds, no units in words. The address map is left out: it is as long as a step."""
@@ -83,6 +84,7 @@ class RunReport:
                 for layer, stats in zip(self.layers, self.stats.layers, strict=True)
             ],
             "min_tokens": self.min_tokens,
+            "untouched": self.stats.untouched(self.min_tokens),
             "compared": [
                 {"what": what, "unit": unit, "forecast": forecast, "measured": measured}
                 for what, unit, forecast, measured in self.compared

@@ -90,6 +90,16 @@ class SessionStats:
     total_tokens: int
     serving: ServingStats
 
+    def untouched(self, min_tokens: int) -> str | None:
+        """What ran without memo_hf, being shorter than `min_tokens`, in words; None where nothing was."""
+        if not self.stock_forwards:
+            return None
+        batches = self.stock_forwards + self.forwards
+        return (
+            f"untouched: {self.stock_forwards:,} of {batches:,} batch{'es' if batches > 1 else ''} "
+            f"{'were' if self.stock_forwards > 1 else 'was'} shorter than min_tokens={min_tokens:,}"
+        )
+
     def describe(self) -> str:
         """One line: how many layers run in which mode, the swap fraction, and what limits it."""
         modes = [layer.mode for layer in self.layers]

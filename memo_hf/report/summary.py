@@ -29,13 +29,14 @@ def start_line(stats, batch_size: int, num_tokens: int, forecast) -> str:
     return line if forecast.step_seconds is None else f"{line}, step {forecast.step_seconds:.3g} s"
 
 
-def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]) -> list[str]:
+def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]], forecast=None) -> list[str]:
     """Lines on modes with reasons, bytes planned, swapped and prefetched, host memory, and forecast beside measured.
 
     Args:
         stats: the session's `SessionStats`.
         min_tokens: below which forward passes ran untouched.
         figures: as for `compared`.
+        forecast: the `RunForecast` of the last shape, or None.
     """
     modes = Counter((layer.mode, layer.reason) for layer in stats.layers)
     lines = [f"  {number} x {mode} mode: {reason}" for (mode, reason), number in modes.items()]
@@ -48,9 +49,25 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
     ]
     if stats.serving.allocator == "planned":
         lines.append(f"  {stats.serving.describe()}")
-    if stats.stock_forwards:
-        lines.append(f"  {stats.stock_forwards} forward passes had fewer than {min_tokens} tokens and ran untouched")
-    return lines + compared(figures)
+    if untouched := stats.untouched(min_tokens):
+        lines.append(f"  {untouched}")
+    for line in compared(figures):
+        told = untouched and line.startswith("  device peak") and "warning" in line
+        lines.append(f"{line}, or the peak was that of an untouched batch" if told else line)
+    return lines + ([] if forecast is None else _device_peak(figures, forecast))
+
+
+def _device_peak(figures, forecast) -> list[str]:
+    """The device's peak where nobody has measured it, and what it would be without memo_hf."""
+    lines = []
+    if all(what != "device peak" for what, *_ in figures):
+        lines.append(
+            f"  device peak: forecast {format_bytes(forecast.device_bytes)}, not measured; to have it beside, make the "
+            "model and train in `with memo_hf.allocator.meter.AllocatorMeter() as meter:` and call "
+            "session.report(meter.peak_bytes)"
+        )
+    without = ", ".join(f"{name} {format_bytes(size)}" for name, size in forecast.device_bytes_without.items())
+    return lines + [f"  without memo_hf, by forecast: {without}"]
 
 
 def compared(figures: list[tuple[str, str, float, float]]) -> list[str]:
