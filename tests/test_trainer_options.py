@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from trainer_runs import MEMO, VOCAB, arguments, assert_same_gradients, is_untouched, random_rows, tiny_llama, train
+from trainer_runs import MEMO, arguments, assert_same_gradients, is_untouched, random_rows, tiny_llama, train
 from transformers import Trainer, TrainerCallback
 
 from memo_hf import MemoTrainer
@@ -21,14 +21,15 @@ OPTIONS = {
     "columns that are no inputs": {"remove_unused_columns": False},
     "best model at the end": {"save_strategy": "steps", "save_steps": 1, "save_only_model": True,
                               "load_best_model_at_end": True, **SPLIT},
-    "memory metrics": {"skip_memory_metrics": False, "torch_empty_cache_steps": 1, "include_num_input_tokens_seen": "all"},
+    "memory metrics": {"skip_memory_metrics": False, "torch_empty_cache_steps": 1,
+                       "include_num_input_tokens_seen": "all"},
     "logits of evaluation": {"eval_accumulation_steps": 1, "batch_eval_metrics": True, **SPLIT},
 }  # fmt: skip
 
 
 def rows_of_many_lengths(extra: bool) -> Dataset:
-    lengths = range(9, 25)
-    rows = [{"input_ids": row[:n], "labels": row[:n]} for n, row in zip(lengths, random_rows()["input_ids"], strict=True)]
+    rows = random_rows()["input_ids"]
+    rows = [{"input_ids": row[:n], "labels": row[:n]} for n, row in enumerate(rows, start=9)]
     if extra:
         rows = [{**row, "weight": [0.5] * len(row["labels"]), "kind": n} for n, row in enumerate(rows)]
     return Dataset.from_list(rows)
@@ -92,9 +93,7 @@ def test_generation_and_a_loss_of_ones_own_between_steps(tmp_path):
         speaks = Speaks()
         model = tiny_llama()
         data = random_rows()
-        trainer = trainer_class(
-            model=model, args=arguments(tmp_path), train_dataset=data, callbacks=[speaks], **memo
-        )
+        trainer = trainer_class(model=model, args=arguments(tmp_path), train_dataset=data, callbacks=[speaks], **memo)
         trainer.train()
         said.append(speaks.said)
     for ours, plain in zip(*said, strict=True):
