@@ -75,6 +75,8 @@ def _solve(problem, capacity, goal, deadline, solver):
     """The buffers in ascending order of the solver's offsets, and the peak in bytes that it proved least, or 0."""
     import pulp  # half a second to import, and `memo-hf` must start fast
 
+    from memo_hf.planner.solver import backend, run
+
     size = problem.size / capacity * _SCALE
     model = pulp.LpProblem("addresses", pulp.LpMinimize)
     peak = model.add_variable("peak", lowBound=goal / capacity * _SCALE, upBound=_SCALE)
@@ -86,22 +88,8 @@ def _solve(problem, capacity, goal, deadline, solver):
         above = model.add_variable(f"above_{i}_{j}", cat=pulp.LpBinary)  # 0: i lies below j
         model += offsets[i] + size[i] <= offsets[j] + above * _SCALE
         model += offsets[j] + size[j] <= offsets[i] + (1 - above) * _SCALE
-    model.solve(_backend(pulp, solver, max(0.1, deadline - time.monotonic())))
-    # `status` says "Optimal" for whatever was at hand when the time was up; `sol_status` tells the two apart.
-    optimal = model.sol_status == pulp.LpSolutionOptimal
+    # The relative gap is tightened since sizes are bytes: the default of 1e-4 would call 1 MiB in 10 GiB optimal.
+    chosen = backend(solver, max(0.1, deadline - time.monotonic()), relative_gap=1e-9)
+    optimal = run(model, chosen) == "Optimal"
     values = [offset.varValue or 0.0 for offset in offsets]
     return np.argsort(np.array(values), kind="stable"), peak.varValue / _SCALE * capacity if optimal else 0
-
-
-def _backend(pulp, solver, seconds):
-    if solver == "highs" and pulp.HiGHS().available():
-        # The relative gap is tightened since sizes are bytes: the default of 1e-4 would call 1 MiB in 10 GiB optimal.
-        return pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=1e-9)
-    # PuLP 3 ships a CBC; from PuLP 4 on it is found where `pip install pulp[cbc]` puts it.
-    bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
-    backend = pulp.COIN_CMD(path=bundled, msg=False, timeLimit=seconds, gapRel=1e-9)
-    if not backend.available():
-        raise PlanError(
-            "neither HiGHS nor CBC is installed, so there is no MIP; pip install highspy, or use method 'tree'"
-        )
-    return backend

@@ -54,7 +54,7 @@ def solve_program(
         if swap_fraction is None and costs.token_wise:
             # One fraction for all kinds, as in the paper: it is the one dial that the layers have.
             if shared is not None:
-                problem += mean == shared
+                problem += mean - shared == 0  # PuLP 4 takes `==` of two variables for whether they are the same
             shared = mean
         if swap_fraction is not None and costs.token_wise:
             if movable == 0:
