@@ -75,6 +75,7 @@ def main(argv: list[str]) -> None:
         tokenizer.save_pretrained(training.output_dir)
         print(trainer.memo_report or "Trained without memo_hf.")
         print(f"Saved to {training.output_dir}")
+    trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
 
 
 if __name__ == "__main__":

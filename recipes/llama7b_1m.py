@@ -195,6 +195,7 @@ def main(argv: list[str]) -> None:
             print(
                 f"Loaded from there, the model goes on from the prompt:\n  {generate_from(training, recipe, tokenizer)}"
             )
+    trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
 
 
 if __name__ == "__main__":
