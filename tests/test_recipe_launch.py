@@ -168,8 +168,8 @@ def test_two_nodes_train_what_one_process_trains(tmp_path, monkeypatch):
                 [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS["zero3_ulysses_2nodes"],
                  "--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
                  "--num_processes", "4", "--parallelism_config_sp_size", "2", "--mixed_precision", "no",
-                 ROOT / "tests/harness/on_a_node.py", tmp_path, *arguments(tmp_path / "nodes", use_configured_state=True),
-                 "--host_memory", f"{64 - 16 * node}MiB"],
+                 ROOT / "tests/harness/on_a_node.py", tmp_path, "--host_memory", f"{64 - 16 * node}MiB",
+                 *arguments(tmp_path / "nodes", use_configured_state=True)],
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
                 stdout=stack.enter_context(open(said[node], "w")), stderr=subprocess.STDOUT,
             )
