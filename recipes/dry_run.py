@@ -14,7 +14,8 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from long_text import about_num_tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import HfArgumentParser, TrainingArguments
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.utils import cached_file
 
 from memo_hf import MemoConfig, cli
@@ -79,9 +80,27 @@ def without_traceback():
         raise SystemExit(str(error)) from error
 
 
-def checkpoint_to_resume(training: TrainingArguments) -> str | bool | None:
-    """For `Trainer.train`: "last" is its True, the newest checkpoint in `output_dir`."""
-    return training.resume_from_checkpoint == "last" or training.resume_from_checkpoint
+def train(trainer: Trainer) -> None:
+    """Train from the beginning, or from the checkpoint that the arguments name: "last" is the newest of `output_dir`.
+
+    Where ranks share sequences DeepSpeed deals out the batches by an object of its own, in which accelerate cannot skip
+    what was trained before the checkpoint. In a loader of what is dealt out it can.
+    """
+    checkpoint, accelerator = trainer.args.resume_from_checkpoint, trainer.accelerator
+    if checkpoint and trainer.get_sp_size() > 1:
+        deal_out = accelerator.deepspeed_ulysses_dl_adapter
+        accelerator.deepspeed_ulysses_dl_adapter = lambda *loader_and_model: DataLoader(
+            _Stream(deal_out(*loader_and_model)), batch_size=None
+        )
+    trainer.train(resume_from_checkpoint=checkpoint == "last" or checkpoint)
+
+
+class _Stream(IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
 
 
 def say_how_often(dataset: str, seq_len: int, training: TrainingArguments) -> None:

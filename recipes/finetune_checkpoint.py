@@ -11,7 +11,7 @@ field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argumen
 import sys
 from dataclasses import dataclass, field
 
-from dry_run import RecipeParser, checkpoint_to_resume, say_how_often, without_traceback
+from dry_run import RecipeParser, say_how_often, train, without_traceback
 from long_text import long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,13 +68,14 @@ def main(argv: list[str]) -> None:
         model = get_peft_model(model, lora)
 
     trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
+    train(trainer)
     trainer.save_model()
 
     if trainer.is_world_process_zero():
         tokenizer.save_pretrained(training.output_dir)
         print(trainer.memo_report or "Trained without memo_hf.")
         print(f"Saved to {training.output_dir}")
+    trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
 
 
 if __name__ == "__main__":

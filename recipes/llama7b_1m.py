@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import RecipeParser, checkpoint_to_resume, dry_run, say_how_often, without_traceback
+from dry_run import RecipeParser, dry_run, say_how_often, train, without_traceback
 from long_text import long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> None:
         model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
     )
     with contextlib.closing(peak):
-        trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
+        train(trainer)
     trainer.save_model()
 
     if trainer.is_world_process_zero():
@@ -195,6 +195,7 @@ def main(argv: list[str]) -> None:
             print(
                 f"Loaded from there, the model goes on from the prompt:\n  {generate_from(training, recipe, tokenizer)}"
             )
+    trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Steps of DeepSpeed's engines under Ulysses, by Accelerate and by Trainer: what a test compares with one process.
+"""Steps under Ulysses, by hand, by Accelerate and by Trainer: what a test compares with one process.
 
 Two ranks share a sequence, and further pairs of ranks, where there are any, work on sequences of their own.
 """
@@ -18,16 +18,21 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ParallelismConfig,
 )
+from exactness import enabled
 from harness.deepspeed_ranks import forget_states
-from tiny_models import tiny
+from tiny_models import random_ids, tiny
+from torch.nn.functional import pad
 from transformers import TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import deepspeed_sp_compute_loss
 
 from memo_hf import MemoAccelerator, MemoConfig, MemoPlugin, MemoTrainer
+from memo_hf.allocator.meter import AllocatorMeter
+from memo_hf.swap.cpu_threads import CpuThreads
 
 SHARE = 2  # ranks that share a sequence
 MEMO = MemoConfig(swap_fraction=0.5, unswapped_layers=1, chunk_size=8)
+TOKENS = 48  # of a sequence
 LR = 2.0**12  # so large that a step is seen beside the weights, and divides out exactly
 
 
@@ -46,6 +51,52 @@ def restored_attention():
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
         parallel_state_sp._release_sequence_parallel_groups()
+
+
+@contextlib.contextmanager
+def ulysses(model, share=SHARE):
+    """DeepSpeed's sequence parallelism for `model`, and all as it was afterwards."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    with restored_attention():
+        UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", share, micro_batch_size=1)
+        yield
+
+
+def whole_batch(num_rows=1, tokens=TOKENS, **others):
+    ids = random_ids(num_rows, tokens)
+    labels = pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    return {"input_ids": ids, "shift_labels": labels, "position_ids": torch.arange(tokens)[None], **others}
+
+
+def loss_of(model, batch, total):
+    return lambda: model(**batch, labels=batch["shift_labels"], num_items_in_batch=total).loss
+
+
+def copied_at_once(threads, *args, own=CpuThreads._submit, **kwargs):
+    """A slow copy would keep memory, and what is measured would depend on the machine's load."""
+    copy = own(threads, *args, **kwargs)
+    threads.wait(copy)
+    return copy
+
+
+def peaks(rank, num_ranks):
+    """Peak device bytes of a step above what is there before it."""
+    # Large enough for weight gradients and a kernel's buffers to be small beside what grows with the tokens.
+    tokens, sizes = 4096, dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_key_value_heads=4)
+    model, batch = tiny("llama", **sizes), whole_batch(tokens=tokens)
+    own = slice(rank * tokens // num_ranks, (rank + 1) * tokens // num_ranks)
+    batch = {name: tensor[:, own].contiguous() for name, tensor in batch.items()}
+    chunk = tokens // num_ranks // 16
+    with (
+        ulysses(model, num_ranks) if num_ranks > 1 else contextlib.nullcontext(),
+        mock.patch.object(CpuThreads, "_submit", copied_at_once),
+        enabled(model, chunk_size=chunk, unswapped_layers=2, swap_fraction=0.0),
+        AllocatorMeter(torch.device("cpu")) as meter,
+    ):
+        before = meter.live_bytes
+        loss_of(model, batch, tokens - 1)().backward()
+        return meter.peak_bytes - before
 
 
 def ds_config(stage):

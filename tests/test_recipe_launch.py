@@ -1,5 +1,6 @@
 """The accelerate configurations of the recipes: known to accelerate, and forecast as what they launch."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -7,19 +8,16 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.commands.launch import launch_command_parser
 from datasets import IterableDataset, disable_progress_bars
+from launch_environment import CONFIGS, ROOT, environment_of
 from tiny_checkpoint import write_checkpoint
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = {path.stem: path for path in sorted((ROOT / "recipes/configs").glob("*.yaml"))}
 ENGINES = ("fsdp2", "zero3", "zero3_ulysses")
 SIZES = {"2gpu": (1, 2), "4gpu": (1, 4), "8gpu": (1, 8), "2nodes": (2, 16)}
 
@@ -55,25 +53,6 @@ def test_the_sizes_of_an_engine_differ_in_numbers_alone(engine):
             assert sizes.pop("parallelism_config_sp_size") == ranks // nodes
             assert sizes.pop("parallelism_config_dp_shard_size", 1) == nodes
     assert all(config == found["8gpu"] for config in found.values())
-
-
-def environment_of(name):
-    """What `accelerate launch` puts into the environment of rank 0, by accelerate's own functions."""
-    args = launch_command_parser().parse_args(
-        ["--config_file", str(CONFIGS[name]), "--main_process_port", "0", "--main_process_ip", "127.0.0.1", "script.py"]
-    )
-    args, defaults, _ = _validate_launch_command(args)
-    if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        environment = prepare_deepspeed_cmd_env(args)[1]
-    elif args.multi_gpu or args.use_fsdp:
-        environment = prepare_multi_gpu_env(args)
-    else:
-        environment = prepare_simple_launcher_cmd_env(args)[1]
-    if args.num_processes > 1:  # as torchrun adds
-        local = args.num_processes // args.num_machines
-        environment |= {"WORLD_SIZE": str(args.num_processes), "LOCAL_WORLD_SIZE": str(local), "RANK": "0"}
-    return environment
 
 
 def options_of(*argv):
@@ -182,20 +161,24 @@ def test_two_nodes_train_what_one_process_trains(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS["zero3_ulysses_2nodes"],
-             "--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
-             "--num_processes", "4", "--parallelism_config_sp_size", "2", "--mixed_precision", "no",
-             ROOT / "tests/harness/on_a_node.py", tmp_path, *arguments(tmp_path / "nodes", use_configured_state=True),
-             "--host_memory", f"{64 - 16 * node}MiB"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    said = [node.communicate(timeout=250)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    said = [tmp_path / f"node {node}.txt" for node in range(2)]
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS["zero3_ulysses_2nodes"],
+                 "--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
+                 "--num_processes", "4", "--parallelism_config_sp_size", "2", "--mixed_precision", "no",
+                 ROOT / "tests/harness/on_a_node.py", tmp_path, "--host_memory", f"{64 - 16 * node}MiB",
+                 *arguments(tmp_path / "nodes", use_configured_state=True)],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                stdout=stack.enter_context(open(said[node], "w")), stderr=subprocess.STDOUT,
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        for node in nodes:
+            stack.callback(node.terminate)  # passes it on to its ranks, and is nothing to one that has ended
+        ended = [node.wait(timeout=120) for node in nodes]
+    assert ended == [0, 0], "\n".join(path.read_text() for path in said)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     assert [found.pop("node") for found in ranks] == ["0", "0", "1", "1"]
     assert ranks[0]["ranks"] == (0, 1, 2, 3) and ranks[0]["sequence parallel"] == 2

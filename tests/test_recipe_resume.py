@@ -1,7 +1,7 @@
 """A run of two ranks that is killed in the middle of a step goes on from its checkpoint as if nothing had been."""
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import PartialState
 from datasets import disable_progress_bars
+from harness.deepspeed_ranks import deepspeed_over_gloo
 from harness.forked import run_ranks
+from launch_environment import environment_of
 from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint
 from torch.multiprocessing import ProcessExitedException
@@ -38,12 +41,16 @@ def arguments(checkpoint, output, *more):
     ]  # fmt: skip
 
 
-def rank_of(rank, recipe, argv, notes, killed_in):
+def rank_of(rank, recipe, argv, environment, notes, killed_in):
     """One rank of a launch of `recipe`, which notes the loss of each micro-batch in the folder `notes`.
 
-    In the step `killed_in` it is killed when half of the gradients are there and the other half is on its way.
+    In the step `killed_in` it is killed between the forward and the backward pass of the last micro-batch.
     """
     disable_progress_bars()
+    if environment:
+        os.environ |= environment
+        deepspeed_over_gloo()
+        PartialState(backend="gloo")  # else accelerate takes CPU processes under DeepSpeed for single ones
     compute_loss = Trainer.compute_loss
 
     def noted(self, *args, **kwargs):
@@ -59,7 +66,7 @@ def rank_of(rank, recipe, argv, notes, killed_in):
     importlib.import_module(recipe).main(argv)
 
 
-def launch(folder, checkpoint, *how, recipe="llama7b_1m", killed_in=None):
+def launch(folder, checkpoint, *how, recipe="llama7b_1m", environment=None, killed_in=None):
     """Losses of each step, for each rank, of processes that run a recipe into `folder` until they end or are killed."""
     notes = Path(tempfile.mkdtemp(dir=folder.parent))
     killed = (
@@ -68,7 +75,8 @@ def launch(folder, checkpoint, *how, recipe="llama7b_1m", killed_in=None):
         else contextlib.nullcontext()
     )
     with killed:
-        run_ranks(rank_of, recipe, arguments(checkpoint, folder, *how), notes, killed_in, num_ranks=RANKS)
+        argv = arguments(checkpoint, folder, *how)
+        run_ranks(rank_of, recipe, argv, environment, notes, killed_in, num_ranks=RANKS)
     curves = []
     for rank in range(RANKS):
         curves.append({})
@@ -81,7 +89,6 @@ def launch(folder, checkpoint, *how, recipe="llama7b_1m", killed_in=None):
 def assert_same_losses(curves, others, steps, bound):
     for ours, theirs in zip(curves, others, strict=True):
         assert list(ours) == list(steps)
-        assert all(len(losses) == 2 for losses in ours.values())
         for step in steps:
             assert ours[step] == pytest.approx(theirs[step], rel=bound, abs=0), step
 
@@ -90,7 +97,8 @@ def assert_same_losses(curves, others, steps, bound):
 def uninterrupted(checkpoint, tmp_path_factory):
     output = tmp_path_factory.mktemp("uninterrupted") / "output"
     first, second = curves = launch(output, checkpoint, *MEMO)
-    assert list(first) == list(range(STEPS)) and sum(first[3]) < sum(first[0])
+    assert {step: len(found) for step, found in first.items()} == dict.fromkeys(range(STEPS), 2)
+    assert sum(first[3]) < sum(first[0])
     assert first != second  # each rank has sequences of its own
     return output, curves
 
@@ -125,6 +133,23 @@ def test_a_stock_run_goes_on_with_memo_hf(checkpoint, uninterrupted, tmp_path):
     shutil.rmtree(output / "checkpoint-4")
     resumed = launch(output, checkpoint, *MEMO, "--resume_from_checkpoint", "last", **other)
     assert_same_losses(resumed, whole, range(2, STEPS), 1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_an_adapter_goes_on_under_zero3_and_ulysses(checkpoint, tmp_path):
+    """The flagship's own configuration: both ranks work on one sequence."""
+    environment = {**environment_of("zero3_ulysses_2gpu"), "ACCELERATE_MIXED_PRECISION": "no"}
+    del environment["RANK"]
+    state = json.dumps({"dispatch_batches": False, "use_configured_state": True})
+    how = [*MEMO, "--full", "false", "--lora_rank", "2", "--use_cpu", "false", "--gradient_accumulation_steps", "1"]
+    how += ["--accelerator_config", state]
+    whole = launch(tmp_path / "whole", checkpoint, *how, environment=environment)
+    output = tmp_path / "output"
+    killed = launch(output, checkpoint, *how, environment=environment, killed_in=STEPS - 1)
+    assert_same_losses(killed, whole, range(STEPS), 0)
+    resumed = launch(output, checkpoint, *how, "--resume_from_checkpoint", "last", environment=environment)
+    assert_same_losses(resumed, whole, range(2, STEPS), 0)
+    assert len({tuple(losses) for losses in whole[0].values()}) == STEPS
 
 
 def test_what_is_saved_knows_nothing_of_memo_hf(checkpoint, killed, uninterrupted):

@@ -17,24 +17,21 @@ import torch.distributed as dist
 from exactness import assert_close, assert_nothing_on_host, enabled, gradients_of, relative_errors
 from harness.deepspeed_ranks import run_with_deepspeed
 from harness.ranks import RANKS, result
-from sequence_engines import MEMO, by_accelerate, by_trainer, llama, restored_attention
-from tiny_models import random_ids, tiny
+from sequence_engines import MEMO, TOKENS, by_accelerate, by_trainer, llama, loss_of, peaks, ulysses, whole_batch
+from tiny_models import tiny
 from torch import nn
-from torch.nn.functional import pad
 
 from memo_hf import MemoConfig
-from memo_hf.allocator.meter import AllocatorMeter
 from memo_hf.errors import MemoError
 from memo_hf.layers.attention import attend_as_asked
 from memo_hf.layers.sequence_parallel import SequenceGroup
 from memo_hf.planning import Planner
-from memo_hf.swap.cpu_threads import CpuThreads
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 # peft asks a model by a name that newer transformers have replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-TOKENS, PROMPT = 48, 30
+PROMPT = 30
 PACKED = torch.cat([torch.arange(20), torch.arange(17), torch.arange(11)])[None]
 
 
@@ -44,12 +41,6 @@ def lora():
 
 def as_bf16():
     return llama().bfloat16()
-
-
-def whole_batch(num_rows=1, tokens=TOKENS, **others):
-    ids = random_ids(num_rows, tokens)
-    labels = pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
-    return {"input_ids": ids, "shift_labels": labels, "position_ids": torch.arange(tokens)[None], **others}
 
 
 def padded():
@@ -82,23 +73,9 @@ CASES = {
 }
 
 
-@contextlib.contextmanager
-def ulysses(model):
-    """DeepSpeed's sequence parallelism for `model`, and all as it was afterwards."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    with restored_attention():
-        UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", RANKS, micro_batch_size=1)
-        yield
-
-
 def part_of(rank, batch):
     own = slice(rank * TOKENS // RANKS, (rank + 1) * TOKENS // RANKS)
     return {name: tensor[:, own].contiguous() for name, tensor in batch.items()}
-
-
-def loss_of(model, batch, total):
-    return lambda: model(**batch, labels=batch["shift_labels"], num_items_in_batch=total).loss
 
 
 def count_of(batch):
@@ -136,9 +113,11 @@ def counted():
 def by_hand(rank, name):
     make, batch = CASES[name]
     model, batch = make(), batch()
+    part, given, total = part_of(rank, batch), part_of(rank, batch), torch.tensor(count_of(batch))
     with ulysses(model), enabled(model, **vars(MEMO)) as session:
         for _ in range(2):  # the second step shows that the first left nothing
-            found = summed(gradients_of(model, loss_of(model, part_of(rank, batch), count_of(batch))))
+            found = summed(gradients_of(model, loss_of(model, part, total)))
+            assert total == count_of(batch) and all(torch.equal(part[name], given[name]) for name in given)  # case 81
             assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
             assert {layer.mode for layer in session.stats.layers} == {"token"}, session.stats.layers
             assert_nothing_on_host(session)
@@ -196,32 +175,6 @@ def solved(rank):
         bytes_of = dict(input=costs.input_bytes, output=costs.output_bytes, qkv=costs.qkv_bytes)
         assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
         return {**bytes_of, "treatment": planner.plan.qkv, "fraction": planner.plan.swap_fraction}
-
-
-def copied_at_once(threads, *args, own=CpuThreads._submit, **kwargs):
-    """A slow copy would keep memory, and what is measured would depend on the machine's load."""
-    copy = own(threads, *args, **kwargs)
-    threads.wait(copy)
-    return copy
-
-
-def peaks(rank, num_ranks):
-    """Peak device bytes of a step above what is there before it."""
-    # Large enough for weight gradients and a kernel's buffers to be small beside what grows with the tokens.
-    tokens, sizes = 4096, dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_key_value_heads=4)
-    model, batch = tiny("llama", **sizes), whole_batch(tokens=tokens)
-    own = slice(rank * tokens // num_ranks, (rank + 1) * tokens // num_ranks)
-    batch = {name: tensor[:, own].contiguous() for name, tensor in batch.items()}
-    chunk = tokens // num_ranks // 16
-    with (
-        ulysses(model) if num_ranks > 1 else contextlib.nullcontext(),
-        mock.patch.object(CpuThreads, "_submit", copied_at_once),
-        enabled(model, chunk_size=chunk, unswapped_layers=2, swap_fraction=0.0),
-        AllocatorMeter(torch.device("cpu")) as meter,
-    ):
-        before = meter.live_bytes
-        loss_of(model, batch, tokens - 1)().backward()
-        return meter.peak_bytes - before
 
 
 def refusals(rank):
@@ -386,7 +339,7 @@ def test_engines(ranks, through, stage, memo):  # case 83
     model, row = llama(), {name: tensor[None] for name, tensor in rows()[0].items()}
     expected = gradients_of(model, lambda: model(**row).loss)
     factor = RANKS if stage < 3 else 1
-    assert_equal({name: gradient / factor for name, gradient in ours.items()}, expected, 1e-4)
+    assert_equal({name: gradient / factor for name, gradient in ours.items()}, expected, 1e-5)
     assert ours["loss"].item() == pytest.approx(model(**row).loss.item(), rel=1e-4)
 
 
