@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from memo_hf.allocator.peak_watch import PeakWatch
 from memo_hf.config import MemoConfig
 from memo_hf.errors import HostMemoryError, MemoError, UnsupportedModelError
 from memo_hf.joint import JointDecisions
@@ -92,6 +93,7 @@ class Session:
             )
         self._offload = Offload(model)
         self.serving = Serving(model, config)
+        self._device_peak = PeakWatch()
         try:
             self._leaves = Leaves([layer for _, layer in layers])
             for index, stack in enumerate(stacks):
@@ -149,7 +151,8 @@ class Session:
         """Modes with reasons, bytes planned, swapped and prefetched, and forecast beside measured.
 
         Args:
-            device_peak_bytes: of a step, as you measured it (`torch.cuda.max_memory_allocated`), to be compared too.
+            device_peak_bytes: of a step, as you measured it. Not given: on a GPU what torch counted in steps of the
+                last shape, if nothing before them took more; on a CPU `AllocatorMeter` measures it, as the report says.
             format: "text" for several lines, "json", or "html" for one page with plots, which needs matplotlib.
 
         Raises:
@@ -160,6 +163,8 @@ class Session:
     def run_report(self, device_peak_bytes: int | None = None) -> RunReport:
         """What `report` renders, as figures of this moment, which stay when the session closes."""
         stats = self.stats
+        if device_peak_bytes is None:
+            device_peak_bytes = self._device_peak.num_bytes
         shares = [share for planner in self.planners for share in planner.shares()]
         return RunReport(
             stats=stats,
@@ -270,6 +275,7 @@ class Session:
         if stack.name in self._counted or not self._counted:
             engine.let_go()  # what a pass that failed has left
             self.serving.begin_forward(engine.device, *shape)
+            self._device_peak.begin_step(engine.device, shape)
             self._counted.clear()
             self._total_swapped_bytes += engine.stats.swapped_bytes
             engine.reset_stats()
@@ -295,6 +301,7 @@ class Session:
     def skip_forward(self, num_tokens: int) -> None:
         """A training forward pass is too short to gain and runs untouched."""
         self.serving.end_step()
+        self._device_peak.begin_other()
         self._total_tokens += num_tokens
         if not self._stock_forwards:
             logger.info(

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 
 from dry_run import RecipeParser, say_how_often, train, without_traceback
-from long_text import long_sequences, open_documents
+from long_text import check_positions, long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,6 +63,7 @@ def main(argv: list[str]) -> None:
     )
 
     model = AutoModelForCausalLM.from_pretrained(ours.model, dtype=ours.dtype)
+    check_positions(model, seq_len)
     if not ours.full:
         lora = LoraConfig(r=ours.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from dry_run import RecipeParser, dry_run, say_how_often, train, without_traceback
-from long_text import long_sequences, open_documents, stretch_positions
+from long_text import check_positions, long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
@@ -89,12 +89,10 @@ def parser_for(argv: list[str]) -> RecipeParser:
 
 def load_model(recipe: RecipeArguments, seq_len: int):
     config = AutoConfig.from_pretrained(recipe.model)
-    longest = getattr(config, "max_position_embeddings", seq_len)
     if recipe.rope != "none":
         stretch_positions(config, seq_len, recipe.rope)
-    elif seq_len > longest:
-        print(f"Note: the model was made for {longest:,} positions; those up to {seq_len:,} are extrapolated (--rope).")
     model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=recipe.dtype)
+    check_positions(model, seq_len)
     if recipe.full:
         return model
     return get_peft_model(model, LoraConfig(r=recipe.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -5,14 +5,18 @@ sequence at a time, so a sequence may have 1M tokens and the data may be larger 
 """
 
 import itertools
+import json
 import re
 import sysconfig
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
+import pyarrow
+import pyarrow.parquet
+from datasets import Dataset, IterableDataset, load_dataset
+from torch import nn
 
-LOADERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 IGNORED = -100  # a label that the loss leaves out
 
 
@@ -25,18 +29,17 @@ def open_documents(source: str, shuffle_seed: int | None = None) -> IterableData
         shuffle_seed: draws files, and rows from a buffer of 100, in an order that this number decides. None: as given.
 
     Raises:
-        SystemExit: a folder without such files.
+        SystemExit: a folder without such files, or nothing of that name. While reading: a file that cannot be read.
     """
     if source == "manual":
         from pydoc_data.topics import topics
 
         documents = Dataset.from_dict({"text": list(topics.values())}).to_iterable_dataset()
-    elif source == "stdlib":
-        documents = _load("text", _stdlib_files())
-    elif not Path(source).exists():
-        documents = load_dataset(source, split="train", streaming=True)
+    elif source == "stdlib" or Path(source).exists():
+        files = _stdlib_files() if source == "stdlib" else _files(source)
+        documents = IterableDataset.from_generator(_read, gen_kwargs={"files": files})
     else:
-        documents = concatenate_datasets([_load(loader, files) for loader, files in _files_by_loader(source).items()])
+        documents = _from_hub(source)
     return documents if shuffle_seed is None else documents.shuffle(seed=shuffle_seed, buffer_size=100)
 
 
@@ -46,10 +49,10 @@ def about_num_tokens(source: str) -> int | None:
         return sum(len(row["text"]) for row in open_documents(source)) // 4
     if source != "stdlib" and not Path(source).exists():
         return None
-    found = {"text": _stdlib_files()} if source == "stdlib" else _files_by_loader(source)
-    if "parquet" in found:  # compressed
+    files = [Path(file) for file in (_stdlib_files() if source == "stdlib" else _files(source))]
+    if any(file.suffix.lower() == ".parquet" for file in files):  # compressed
         return None
-    return sum(Path(file).stat().st_size for files in found.values() for file in files) // 4
+    return sum(file.stat().st_size for file in files) // 4
 
 
 def _stdlib_files() -> list[str]:
@@ -58,39 +61,104 @@ def _stdlib_files() -> list[str]:
     return sorted(str(file) for pattern in patterns for file in folder.glob(pattern))
 
 
-def _files_by_loader(source: str) -> dict[str, list[str]]:
+def _files(source: str) -> list[str]:
     files = sorted(Path(source).rglob("*")) if Path(source).is_dir() else [Path(source)]
-    found = {}
-    for file in files:
-        if file.suffix in LOADERS:
-            found.setdefault(LOADERS[file.suffix], []).append(str(file))
+    found = [str(file) for file in files if file.suffix.lower() in SUFFIXES]
     if not found:
-        raise SystemExit(f"{source}: no file there ends in one of {', '.join(LOADERS)}")
+        raise SystemExit(f"{source}: no file there ends in one of {', '.join(SUFFIXES)}")
     return found
 
 
-def _load(loader: str, files: list[str]) -> IterableDataset:
-    options = {"sample_by": "document"} if loader == "text" else {}
-    return load_dataset(loader, data_files=files, split="train", streaming=True, **options)
+def _from_hub(source: str) -> IterableDataset:
+    if Path(source).suffix in SUFFIXES or source.startswith((".", "/", "~")):
+        raise SystemExit(f"--dataset: there is no file or folder {source}")
+    try:
+        return load_dataset(source, split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--dataset: there is no file or folder {source}, and the hub says: {error}") from error
+
+
+def _read(files: list[str]):
+    """The documents in files, in order. The readers of `datasets` do not say which file and line is amiss, and want the
+    same columns everywhere."""
+    for file in files:
+        try:
+            for row in _rows(Path(file)):
+                if not isinstance(row, dict):
+                    raise SystemExit(f'{file}: a document is {str(row)[:60]!r}; write it as {{"text": "..."}}')
+                yield row
+        except UnicodeDecodeError as error:
+            raise SystemExit(f"{file} is not UTF-8 ({error.reason}): save it as UTF-8") from error
+        except pyarrow.ArrowInvalid as error:
+            raise SystemExit(f"{file} cannot be read as Parquet: {error}") from error
+
+
+def _rows(file: Path):
+    kind = file.suffix.lower()
+    if kind == ".parquet":
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=100):
+            yield from batch.to_pylist()
+    elif kind in (".json", ".jsonl"):
+        yield from _json_rows(file, kind)
+    else:
+        yield {"text": file.read_text(encoding="utf-8-sig")}
+
+
+def _json_rows(file: Path, kind: str):
+    with file.open(encoding="utf-8-sig") as lines:
+        first = next((line for line in lines if line.strip()), "")
+        lines.seek(0)
+        if kind == ".json" and (first.lstrip()[:1] == "[" or first.strip() == "{"):  # one value over many lines
+            value = _parse(lines.read(), file)
+            yield from value if isinstance(value, list) else [value]
+            return
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _parse(line, file, number)
+
+
+def _parse(text: str, file: Path, number: int = 1):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{file}, line {number + error.lineno - 1}"
+        raise SystemExit(f"{where}, is not JSON ({error.msg}): mend or remove that line") from error
 
 
 def tokenize(row: dict, tokenizer, column: str = "text") -> tuple[np.ndarray, np.ndarray]:
     """Token ids and labels of one document: the text in `column`, or the chat in "messages".
 
-    A text ends with the end-of-text token and is learned whole. Of a chat the assistant's words alone are learned,
-    where the tokenizer's chat template marks them with {% generation %}; else all of it is.
+    A text, which may be null, ends with the end-of-text token, where the tokenizer has one, and is learned whole. Of a
+    chat the assistant's words alone are learned, where the tokenizer's chat template marks them with {% generation %};
+    else all of it is.
     """
     if row.get("messages") is not None:
-        marked = re.search(r"\{%-?\s*generation", tokenizer.chat_template or "") is not None
-        chat = tokenizer.apply_chat_template(
-            row["messages"], return_dict=True, return_assistant_tokens_mask=marked, tokenizer_kwargs={"verbose": False}
-        )
-        ids = np.array(chat["input_ids"], dtype=np.int64)
-        return ids, np.where(chat["assistant_masks"], ids, IGNORED) if marked else ids
-    if row.get(column) is None:
+        return _tokenize_chat(row["messages"], tokenizer)
+    if column not in row and "messages" not in row:
         raise SystemExit(f"a document has the columns {sorted(row)}, and neither {column!r} nor 'messages'")
-    ids = np.array([*tokenizer(row[column], verbose=False)["input_ids"], tokenizer.eos_token_id], dtype=np.int64)
+    text = row.get(column) or ""
+    if not isinstance(text, str):
+        raise SystemExit(f"{column!r} of a document is {str(text)[:60]}, a {type(text).__name__}; it must be text")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = np.array([*tokenizer(text, verbose=False)["input_ids"], *end], dtype=np.int64)
     return ids, ids
+
+
+def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    if not messages:
+        return np.array([], dtype=np.int64), np.array([], dtype=np.int64)
+    marked = re.search(r"\{%-?\s*generation", tokenizer.chat_template or "") is not None
+    try:
+        chat = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=marked, tokenizer_kwargs={"verbose": False}
+        )
+    except Exception as error:  # whatever the template raises, in words of its own
+        raise SystemExit(
+            f"a chat does not fit the tokenizer's chat template ({str(error).splitlines()[0]}). It is to be a list of"
+            f' {{"role": "user", "content": "..."}}, and this one is {str(messages)[:200]}'
+        ) from error
+    ids = np.array(chat["input_ids"], dtype=np.int64)
+    return ids, np.where(chat["assistant_masks"], ids, IGNORED) if marked else ids
 
 
 def long_sequences(
@@ -150,7 +218,7 @@ def _cut(documents, tokenizer, seq_len, column, keep_documents, repeat):
         for row in documents:
             ids, labels = tokenize(row, tokenizer, column)
             num_seen += len(ids)
-            num_learned += int((labels != IGNORED).sum())
+            num_learned += int((labels[int(keep_documents) :] != IGNORED).sum())
             while len(ids):
                 take = min(len(ids), seq_len - num_tokens)
                 pieces.append((ids[:take], labels[:take]))
@@ -158,13 +226,14 @@ def _cut(documents, tokenizer, seq_len, column, keep_documents, repeat):
                 if num_tokens == seq_len:
                     sequence = _join(pieces, keep_documents)
                     pieces, num_tokens = [], 0
-                    if (sequence["labels"] != IGNORED).any():
+                    if (sequence["labels"][1:] != IGNORED).any():  # nothing predicts the first token
                         num_sequences += 1
                         yield sequence
         if not num_sequences:
+            advice = "lower --seq_len" if num_learned else "a text needs words, and a chat some of the assistant's"
             raise SystemExit(
                 f"the text has {num_seen:,} tokens, {num_learned:,} of them to be learned, and one sequence takes"
-                f" {seq_len:,}: lower --seq_len"
+                f" {seq_len:,}: {advice}"
             )
 
 
@@ -178,6 +247,20 @@ def _join(pieces, keep_documents: bool) -> dict[str, np.ndarray]:
         labels = labels.copy()
         labels[starts] = IGNORED  # else the end of one document would learn to predict the beginning of the next
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def check_positions(model, seq_len: int) -> None:
+    """Say that positions up to `seq_len` are new to `model`, where they are. Exits where it has none for them."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or seq_len
+    if seq_len <= longest:
+        return
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    if any(longest <= table.num_embeddings <= longest + 2 for table in tables):  # learned; some models count from 2
+        raise SystemExit(f"--seq_len is {seq_len:,} and the model has positions for {longest:,} tokens: lower it")
+    print(
+        f"Note: the model was made for {longest:,} positions; those up to {seq_len:,} are extrapolated."
+        " recipes/llama7b_1m.py scales them with --rope."
+    )
 
 
 def stretch_positions(config, seq_len: int, kind: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, disable_progress_bars
 from tiny_checkpoint import write_checkpoint
-from transformers import AutoConfig, AutoTokenizer, default_data_collator
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, OPTConfig, default_data_collator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import long_text  # noqa: E402
@@ -102,6 +102,11 @@ def test_a_sequence_without_anything_to_learn_is_left_out(tokenizer):
     assert len(learned) == 1 and (learned[0]["labels"] != -100).sum() == 2
     with pytest.raises(SystemExit, match="28 tokens, 0 of them to be learned"):
         list(stream([chat(("user", "x" * 25))], tokenizer, 9))
+    # The first token of a sequence is learned by nothing, so one with a label there alone has none.
+    rows = [chat(("user", "x" * 14), ("assistant", "yo"), ("user", "z" * 6))]  # labels at 18, 19 and 20
+    assert len(list(stream(rows, tokenizer, 20, repeat=False))) == 1
+    with pytest.raises(SystemExit, match="to be learned"):
+        list(stream([chat(("user", "x" * 15), ("assistant", ""), ("user", "z" * 18))], tokenizer, 20, repeat=False))
 
 
 def test_a_document_without_text_or_chat(tokenizer):
@@ -128,8 +133,71 @@ def test_local_files_of_several_kinds(tmp_path):
     (tmp_path / "chats.jsonl").write_text(json.dumps(chat(("user", "hi"))) + "\n")
     (row,) = long_text.open_documents(str(tmp_path / "chats.jsonl"))
     assert row == chat(("user", "hi"))
-    with pytest.raises(SystemExit, match="no file there ends in one of"):
-        long_text.open_documents(str(tmp_path / "notes.pdf"))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "nine"}, {"text": "ten"}], indent=2))
+    (tmp_path / "B.JSON").write_text(json.dumps({"text": "eleven"}) + "\n\n" + json.dumps({"text": "twelve"}))
+    for name, expected in (("b.json", ["nine", "ten"]), ("B.JSON", ["eleven", "twelve"])):
+        assert [row["text"] for row in long_text.open_documents(str(tmp_path / name))] == expected
+    everything += ["eight", "nine", "ten", "eleven", "twelve", None]  # the last is the chat
+    assert {row.get("text") for row in long_text.open_documents(str(tmp_path))} == set(everything)
+
+
+GOOD = json.dumps({"text": "some words " * 9})
+MISTAKES = {
+    "empty.jsonl": ("", "the text has 0 tokens, 0 of them to be learned, and .* takes 16: a text needs words"),
+    "empty.txt": ("", "the text has 1 tokens, 0 of them to be learned"),
+    "latin.txt": ("\xe9".encode("latin-1"), "latin.txt is not UTF-8 .*: save it as UTF-8"),
+    "latin.jsonl": ('{"text": "\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8"),
+    "broken.jsonl": (f'{GOOD}\n{{"text": "a\n{GOOD}', "broken.jsonl, line 2, is not JSON .*: mend or remove that line"),
+    "broken.json": (f'[{GOOD},\n{{"text": ]', "broken.json, line 2, is not JSON"),
+    "number.json": ("5", r"number.json: a document is '5'; write it as \{\"text\": \"...\"\}"),
+    "list.jsonl": ('{"text": ["a"]}', r"'text' of a document is \['a'\], a list; it must be text"),
+    "no.parquet": ("no", "no.parquet cannot be read as Parquet"),
+    "chat.jsonl": ('{"messages": [{"content": "hi"}]}', "does not fit the tokenizer's chat template .*'role'"),
+    "user.jsonl": (json.dumps(chat(("user", "hi" * 20))), "0 of them .* and a chat some of the assistant's"),
+    "nobody.jsonl": ('{"messages": []}', "the text has 0 tokens"),
+    "notes.pdf": ("no", "no file there ends in one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_file_that_cannot_be_used_is_named(tokenizer, tmp_path, name):
+    content, words = MISTAKES[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit, match=words):
+        documents = long_text.open_documents(str(tmp_path / name), shuffle_seed=1)
+        list(long_text.long_sequences(documents, tokenizer, 16, keep_documents=True, repeat=False))
+
+
+def test_a_source_that_is_not_there(monkeypatch):
+    with pytest.raises(SystemExit, match="--dataset: there is no file or folder books/a.txt"):
+        long_text.open_documents("books/a.txt")
+    monkeypatch.setattr(long_text, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(SystemExit, match="no file or folder some/name, and the hub says: offline"):
+        long_text.open_documents("some/name")
+
+
+def test_tokenizers_without_an_end_or_a_chat_template(folder):
+    bare = AutoTokenizer.from_pretrained(folder)
+    bare.eos_token = bare.chat_template = None
+    rows = list(stream([{"text": "abc"}, {"text": None}, {"text": "d"}], bare, 4, repeat=False))
+    assert [bare.decode(row["input_ids"]) for row in rows] == ["abcd"]
+    with pytest.raises(SystemExit, match="does not fit the tokenizer's chat template .*chat_template is not set"):
+        list(stream([chat(("user", "hi"))], bare, 4))
+
+
+def test_positions_that_a_model_does_not_have(folder, capsys):
+    long_text.check_positions(AutoModelForCausalLM.from_pretrained(folder), 128)
+    assert capsys.readouterr().out == ""
+    long_text.check_positions(AutoModelForCausalLM.from_pretrained(folder), 129)
+    assert "made for 128 positions; those up to 129 are extrapolated" in capsys.readouterr().out
+    for config in (
+        GPT2Config(n_positions=64, n_embd=8, n_head=1, n_layer=1, vocab_size=64),
+        OPTConfig(max_position_embeddings=64, hidden_size=8, num_attention_heads=1, num_hidden_layers=1, ffn_dim=8),
+    ):
+        model = AutoModelForCausalLM.from_config(config)
+        long_text.check_positions(model, 64)
+        with pytest.raises(SystemExit, match="--seq_len is 65 and the model has positions for 64 tokens: lower it"):
+            long_text.check_positions(model, 65)
 
 
 def test_what_comes_with_python_needs_no_download():

@@ -17,6 +17,7 @@ from transformers import ProgressCallback
 import memo_hf
 from memo_hf import MemoConfig, MemoTrainer
 from memo_hf.allocator.meter import AllocatorMeter
+from memo_hf.allocator.peak_watch import PeakWatch
 from memo_hf.errors import ConfigError, MemoError
 from memo_hf.report.run_plots import figures
 
@@ -225,6 +226,37 @@ def test_the_peak_has_beside_it_what_would_run_instead():
     assert f"without memo_hf, by forecast: {said}" in text and said in with_peak
     hint = f"device peak: forecast {memo_hf.units.format_bytes(peak)}, not measured; to have it beside"
     assert hint in text and hint not in with_peak
+
+
+def test_on_a_gpu_the_peak_is_torchs_where_it_is_of_these_steps(monkeypatch):
+    counted = [100]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counted[0])
+    peak, gpu = PeakWatch(), torch.device("cuda", 0)
+    peak.begin_step(torch.device("cpu"), (1, 64))
+    assert peak.num_bytes is None
+    peak.begin_step(gpu, (1, 64))
+    assert peak.num_bytes is None  # what was before is not of these steps
+    counted[0] = 250
+    peak.begin_step(gpu, (1, 64))
+    assert peak.num_bytes == 250
+    peak.begin_step(gpu, (1, 32))
+    assert peak.num_bytes is None  # a longer batch took more
+    counted[0] = 300
+    assert peak.num_bytes == 300
+    peak.begin_other()
+    assert peak.num_bytes is None
+    counted[0] = 400
+    peak.begin_step(gpu, (1, 32))
+    assert peak.num_bytes is None  # the others took that
+
+
+def test_the_report_takes_the_peak_of_the_device(monkeypatch):
+    monkeypatch.setattr(PeakWatch, "num_bytes", 10**6)
+    model = tiny("llama", num_hidden_layers=3)
+    with enabled(model, swap_fraction=0.5) as session:
+        step(model)
+        assert ", measured 976.6 KiB" in session.report() and "not measured" not in session.report()
+        assert ", measured 1.91 MiB" in session.report(device_peak_bytes=2 * 10**6)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # its name in transformers before 5.20

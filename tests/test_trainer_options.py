@@ -10,6 +10,7 @@ from memo_hf import MemoTrainer
 
 SPLIT = {"eval_strategy": "steps", "eval_steps": 1}
 OPTIONS = {
+    "half precision": {"fp16": True},
     "adafactor": {"optim": "adafactor", "learning_rate": 1e-3},
     "last accumulation is shorter": {"gradient_accumulation_steps": 3, "max_steps": -1, "num_train_epochs": 1},
     "clipped gradients": {"max_grad_norm": 0.01},
@@ -63,16 +64,18 @@ def test_each_step_is_trainers(tmp_path, option):
         )
         runs.append((trainer, steps))
     (plain, expected), (trainer, steps) = runs
-    assert_same_gradients(steps, expected)
+    # fp16 has 11 bits, and chunks round in another order.
+    rounding = 1e-2 if "fp16" in changes else 1e-5
+    assert_same_gradients(steps, expected, rounding)
     assert trainer.state.global_step == plain.state.global_step
     weights = plain.model.state_dict()
     for name, weight in trainer.model.state_dict().items():
-        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(weight, weights[name], rtol=10 * rounding, atol=rounding / 10, msg=name)
     assert is_untouched(trainer.model)
     assert trainer.memo_stats.swapped_bytes == trainer.memo_stats.planned_bytes > 0
     for log, plain_log in zip(trainer.state.log_history, plain.state.log_history, strict=True):
         for key in {"loss", "grad_norm", "eval_loss", "eval_mean"} & plain_log.keys():
-            assert log[key] == pytest.approx(plain_log[key], rel=1e-4)
+            assert log[key] == pytest.approx(plain_log[key], rel=10 * rounding)
 
 
 def test_generation_and_a_loss_of_ones_own_between_steps(tmp_path):

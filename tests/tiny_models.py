@@ -54,12 +54,24 @@ MORE_TOKEN_MODE = {
     ),
     "phi": {},
     "glm": dict(head_dim=8),
+    "mimo_v2_flash": dict(head_dim=8, v_head_dim=4, sliding_window=16, **_MIXTURE),
+    "modernbert-decoder": {},
+    "youtu": dict(
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        head_dim=4,
+    ),
 }  # fmt: skip
 
 # Families whose layers all run in layer mode, with a part of the reason that is given.
 LAYER_MODE = {
     "bloom": dict(reason="attention interface 0 times"),
     "falcon": dict(reason="attention interface 0 times"),
+    # Two attentions in a layer, beside a mixture of experts.
+    "longcat_flash": dict(
+        reason="attention interface 2 times", num_layers=2, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4, ffn_hidden_size=64, expert_ffn_hidden_size=32,
+        n_routed_experts=4, moe_topk=2, zero_expert_num=1,
+    ),
     "mamba": dict(reason="attention interface 0 times"),
     # Per-layer inputs, and keys and values shared by the last layers.
     "gemma3n_text": dict(
@@ -77,6 +89,7 @@ MIXED_MODE = {
         attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, use_mamba_kernels=False, num_experts=2
     ),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "minimax": dict(head_dim=8, block_size=16, **_MIXTURE),
     "qwen3_next": dict(
         head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
         shared_expert_intermediate_size=32, layer_types=["linear_attention", "full_attention"] * 2, **_MIXTURE,
