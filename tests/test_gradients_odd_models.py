@@ -59,6 +59,39 @@ def test_layer_mode_beside_token_mode_attends_alike_in_its_recompute():
     check_exact(model, language_loss(model, IDS, attention_mask=mask), SETTINGS)
 
 
+class _Queries(nn.Module):
+    """Queries whose weight is taken by others, or that are one of a list."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.list = linear.weight, nn.ModuleList([nn.Linear(32, 32, bias=False)])
+
+    def __call__(self, hidden):
+        return nn.functional.linear(hidden, self.weight) + self.list[0](hidden)
+
+
+def test_parameters_of_modules_that_are_not_called():
+    model = tiny("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _Queries(layer.self_attn.q_proj)
+    with enabled(model) as session:
+        assert modes(session) == {"token"}
+    check_exact(model, language_loss(model, IDS), SETTINGS)
+
+
+@pytest.mark.parametrize("norm", ["input_layernorm", "post_attention_layernorm"])  # in project, in finish
+def test_parameters_that_a_layer_does_not_hold(norm):
+    model = tiny("llama", num_hidden_layers=2)
+    model.model.shared = nn.Linear(32, 32)
+    for layer in model.model.layers:
+        own = getattr(layer, norm).forward
+        getattr(layer, norm).forward = lambda hidden, own=own: own(hidden) + model.model.shared(hidden)
+    with enabled(model) as session:
+        assert modes(session) == {"layer"}
+        assert "parameters that it does not hold, of shapes [(" in session.stats.layers[0].reason
+    check_exact(model, language_loss(model, IDS), SETTINGS)
+
+
 def test_layers_in_eval_mode_train_too():
     model = tiny("llama")
     model.model.layers[0].eval()

@@ -60,6 +60,8 @@ MORE_TOKEN_MODE = {
         num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
         head_dim=4,
     ),
+    # Its attention does not call the module of its queries, but a method of it.
+    "jetmoe": dict(kv_channels=8, num_local_experts=4),
 }  # fmt: skip
 
 # Families whose layers all run in layer mode, with a part of the reason that is given.

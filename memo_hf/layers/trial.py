@@ -80,6 +80,7 @@ class Trial:
         self._same(whole, self._stock(), "its attention is not what memo_hf computes for it")
         recipe = self._observe(whole)
         runner = TokenLayer(self.layer, self.forward, self.configs, recipe)
+        recipe = replace(recipe, projecting=self._projecting(runner))
         parts = self._project(runner, self.hidden)
         if any(part.dim() != 4 or part.shape[1] != TOKENS for part in parts):
             raise NotTokenwise("its queries, keys and values are not (batch, heads, tokens, head_dim)")
@@ -176,11 +177,13 @@ class Trial:
         if odd:
             raise NotTokenwise(f"its attention reads {odd}, which the layer computes")
         around = tuple(dict.fromkeys(running))
+        # Of a module whose methods are called, and not itself, or of a list, all that is in it may feed attention.
+        projecting = (_child_of(around, path) for path, _ in done if path not in around)
         outermost = [(path, width) for path, width in done if path.rpartition(".")[0] in around and path not in around]
         return Recipe(
             stubs=tuple(dict((path, width) for path, width in outermost if width is not None).items()),
             meta_rope=True,
-            projecting=tuple(dict.fromkeys(path for path, _ in outermost)),
+            projecting=tuple(dict.fromkeys(projecting)),
             around=around,
             returns_tuple=isinstance(whole, tuple),
             qkv_width=0,  # Not seen yet, nor is the next.
@@ -205,6 +208,27 @@ class Trial:
         cut = [runner.project(call, hidden[:, start:stop], start, stop, {}) for start, stop in _CHUNKS]
         return [torch.cat(parts, 1) for parts in zip(*cut, strict=True)]
 
+    def _projecting(self, runner: TokenLayer) -> tuple[str, ...]:
+        """What runs before attention, and what has a parameter that queries, keys and values are made with: a layer may
+        take the weight of a module that it does not call."""
+        paths, owners, stand_ins = self._trainable()
+        with torch.enable_grad(), substituted(owners, stand_ins):
+            parts = runner.project(self._call(self.ours), self.hidden, 0, TOKENS, {})
+        used = _leaves(parts, stand_ins)
+        feeding = [path for path, stand_in in zip(paths, stand_ins, strict=True) if stand_in in used]
+        around, known = runner.recipe.around, runner.recipe.projecting
+        return tuple(dict.fromkeys([*known, *(_child_of(around, path) for path in feeding if path not in around)]))
+
+    def _trainable(self) -> tuple[list[str], list[tuple[nn.Module, str]], list[Tensor]]:
+        """For each parameter that may be trained: its module's path, (module, name), and a stand-in to train."""
+        found = [
+            (path, (module, name), parameter.detach().requires_grad_())
+            for path, module in self.layer.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_floating_point()
+        ]
+        return [list(column) for column in zip(*found, strict=True)] or ([], [], [])
+
     def _finish(self, runner: TokenLayer, hidden: Tensor, attended: Tensor, start: int, stop: int) -> Tensor:
         call = self._call(self.ours, hidden)
         return runner.finish(call, hidden[:, start:stop], attended[:, start:stop], start, stop, {})
@@ -228,15 +252,10 @@ class Trial:
         """Of layer input, attention output and parameters. Hooks on the parameters themselves see nothing of it."""
         runner = TokenLayer(self.layer, self.forward, self.configs, recipe)
         inputs = [tensor.detach().requires_grad_() for tensor in (self.hidden, attended)]
-        owners = [
-            (module, name)
-            for module in self.layer.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.is_floating_point()
-        ]
-        stand_ins = [module._parameters[name].detach().requires_grad_() for module, name in owners]
+        _, owners, stand_ins = self._trainable()
         with substituted(owners, stand_ins):
             output = runner.finish_again(self._call(self.ours, inputs[0]), *inputs, 0, TOKENS, fill=float("nan"))
+        _leaves([output], [*inputs, *stand_ins])
         found = torch.autograd.grad(output, [*inputs, *stand_ins], torch.ones_like(output), allow_unused=True)
         return [torch.zeros((), device=output.device) if gradient is None else gradient for gradient in found]
 
@@ -262,6 +281,30 @@ class Trial:
         if not moved.max().item() <= _MOVED * before.abs().max().item():
             token = moved.flatten(2).amax((0, 2)).argmax().item()
             raise NotTokenwise(f"{what} of token {token} depend on the layer input of token {PERTURBED}")
+
+
+def _child_of(around: tuple[str, ...], path: str) -> str:
+    """The module at `path`, or what holds it, whose own holder is among `around`."""
+    while path and path.rpartition(".")[0] not in around:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _leaves(outputs: list[Tensor], known: list[Tensor]) -> set[Tensor]:
+    """The tensors of `known` that `outputs` are made with. Raises `NotTokenwise` where they need others trained."""
+    found, seen, ahead = set(), set(), [output.grad_fn for output in outputs]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+    if strangers := found - set(known):
+        shapes = [tuple(tensor.shape) for tensor in strangers]
+        raise NotTokenwise(f"it computes with parameters that it does not hold, of shapes {shapes}")
+    return found
 
 
 def _output(output) -> Tensor:
