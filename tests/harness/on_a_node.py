@@ -44,6 +44,9 @@ def main(folder, argv):
 
     Session.close = noted
     llama7b_1m.main(argv)
+    # The interpreter's own end, with DeepSpeed and gloo loaded, aborted in 2 of 14 runs after all was saved.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
