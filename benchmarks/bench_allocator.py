@@ -31,6 +31,7 @@ from memo_hf import serving
 from memo_hf.allocator.meter import AllocatorMeter
 from memo_hf.planner.bilevel import plan_step
 from memo_hf.planner.caching import reserved_bytes
+from memo_hf.planner.trace import write_trace
 
 VOCABULARY = 4096
 SIZES = dict(
@@ -203,8 +204,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a session")
     parser.add_argument("--seconds", type=float, default=3, help="for each of two plans")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/allocator.csv"))
+    parser.add_argument("--traces", type=Path, help="only write the recorded steps here, for bench_places.py --trace")
     arguments = parser.parse_args()
     serving.PLANNING_SECONDS = arguments.seconds
+    if arguments.traces:
+        arguments.traces.mkdir(parents=True, exist_ok=True)
+        for case in arguments.only.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Training(case, arguments.tokens, folder).plan()
+            write_trace(trace, arguments.traces / f"{case}-{arguments.tokens}.csv")
+        return
     setting = dict(
         date=datetime.date.today().isoformat(),
         machine=platform.machine(),

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from memo_hf.cli import main
-from memo_hf.planner.problem import read_placement
+from memo_hf.cli import build_parser, main
+from memo_hf.planner.placement import METHODS
+from memo_hf.planner.problem import Placement, Problem, read_placement
 from memo_hf.planner.verify import verify
 
 BUFFERS = "id,lower,upper,size\na,0,4,4\nb,2,6,2\nc,4,8,4\n"
@@ -46,18 +47,59 @@ def test_plans_a_trace(instance, capsys):
     assert "would reserve about 2,097,152 bytes" in printed
 
 
+def test_options_count_for_a_trace_too(instance, tmp_path, capsys):
+    instance.write_text(
+        "op,id,size,phase,stream,thread\n"
+        "malloc,0,1024,forward 0,0,0\nmalloc,1,512,forward 0,0,0\nfree,0,0,forward 0,0,0\nfree,1,0,forward 0,0,0\n"
+    )
+    assert main(["place", str(instance), "--capacity", "1535B"]) == 1
+    printed = capsys.readouterr().out
+    assert "method       two levels: 1 kinds" in printed
+    assert "NOT within the capacity of 1,535 bytes: the best peak found is 1,536" in printed
+    assert main(["place", str(instance), "--capacity", "1536B", "--method", "greedy"]) == 0
+    assert "method       greedy peaks, first fit" in capsys.readouterr().out
+
+
 def test_plans_a_snapshot(tmp_path, capsys):
     path = tmp_path / "snapshot.pickle"
-    history = [{"action": "alloc", "addr": 0, "size": 512, "stream": 0}]
-    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [history]}))
+    history = []
+    for address, stream in ((0, 0), (4096, 7)):  # one after the other, but streams must not share
+        for action in ("alloc", "free_requested", "free_completed"):
+            history.append({"action": action, "addr": address, "size": 512, "stream": stream})
+    segment = {"device": 0, "stream": 0, "address": 0, "total_size": 2**21, "blocks": []}
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [history]}))
     assert main(["place", "--snapshot", str(path), "--method", "greedy"]) == 0
-    assert "peak         512 bytes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "peak         1,024 bytes" in printed
+    assert "not proved optimal" in printed
+    assert "PyTorch      had reserved 2,097,152 bytes (2.00 MiB) at most" in printed
+
+
+def test_every_method_of_the_planner_is_an_option():
+    methods = ["auto", *METHODS]
+    parser = build_parser()
+    assert [parser.parse_args(["place", "step.csv", "--method", name]).method for name in methods] == methods
+
+
+def test_options_reach_the_planner(instance, monkeypatch):
+    calls = []
+    done = Placement(Problem(()), (), "stand-in")
+    monkeypatch.setattr("memo_hf.planner.placement.place", lambda problem, *given: calls.append(given) or done)
+    monkeypatch.setattr("memo_hf.planner.bilevel.plan_step", lambda trace, *given, **named: calls.append(named) or done)
+    options = ["--capacity", "1KiB", "--time-limit", "3", "--method", "core"]
+    assert main(["place", str(instance), *options]) == 0
+    instance.write_text(TRACE)
+    assert main(["place", str(instance), *options]) == 0
+    assert calls == [(1024, 3.0, "core"), {"time_limit": 3.0, "capacity": 1024, "method": "core"}]
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
-    assert main(["place", str(tmp_path / "missing.csv")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("memo-hf place: ") and error.count("\n") == 1
+    hostile = tmp_path / "hostile.pickle"
+    hostile.write_bytes(b"cposix\nsystem\n(S'exit 1'\ntR.")  # calls os.system where it is read by pickle.load
+    for command in ([str(tmp_path / "missing.csv")], ["--snapshot", str(hostile)]):
+        assert main(["place", *command]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("memo-hf place: ") and error.count("\n") == 1
 
 
 def test_plot(instance, tmp_path):

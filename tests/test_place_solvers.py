@@ -1,7 +1,10 @@
 """The solvers: every plan is valid, exact ones agree with brute force, and no time limit loses a plan."""
 
 import itertools
+import os
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pulp
@@ -15,9 +18,12 @@ from memo_hf.planner.mip import count_pairs, mip_search, overlapping_pairs
 from memo_hf.planner.placement import METHODS, place
 from memo_hf.planner.problem import Buffer, Placement, Problem
 from memo_hf.planner.search import improve_order
-from memo_hf.planner.solver import backend, solve
+from memo_hf.planner.solver import backend, run, solve
 from memo_hf.planner.tree import sections, tree_search
 from memo_hf.planner.verify import verify
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from synthetic_step import llama_step  # noqa: E402
 
 # No plan reaches the lower bound of 8: the best peak is 9.
 _LIVES = ((0, 3, 3), (0, 4, 5), (3, 5, 1), (4, 5, 3), (3, 6, 2), (4, 6, 2), (5, 7, 4), (6, 8, 4), (7, 8, 4))
@@ -105,6 +111,17 @@ def test_a_goal_that_is_met_is_no_proof():
         placement = search(worst_plan(problem), soon(), best + 2)
         assert placement.peak <= best + 2
         assert placement.proved == (placement.peak == problem.lower_bound)
+        placement = search(worst_plan(GAP), soon(), 10)
+        assert placement.peak in (9, 10) and not placement.proved
+
+
+def test_tolerances_of_the_mip_prove_nothing_about_single_bytes():
+    large = [Buffer(b.id, b.lower, b.upper, 10_000 * b.size) for b in GAP.buffers]
+    problem = Problem((*large, Buffer("one byte", 0, 1, 1)))
+    start = worst_plan(problem)
+    assert verify(tree_search(start, soon(), problem.lower_bound)).proved
+    placement = verify(mip_search(start, soon(), problem.lower_bound))
+    assert (placement.peak, placement.proved) == (90_000, False)
 
 
 def test_mip_out_of_time_returns_what_it_was_given():
@@ -113,6 +130,31 @@ def test_mip_out_of_time_returns_what_it_was_given():
     placement = verify(mip_search(start, soon(0), problem.lower_bound))
     assert placement.peak <= start.peak
     assert not placement.proved or placement.peak == problem.lower_bound
+
+
+def test_the_lower_bound_lets_the_mip_stop(monkeypatch):
+    """The first 20 buffers of a layer: with `M >= 0` alone HiGHS holds the same plan and looks on for minutes."""
+    problem = Problem(llama_step(num_layers=1, tokens=4096).problem().buffers[:20])
+    endings = []
+    monkeypatch.setattr("memo_hf.planner.solver.run", lambda *given: endings.append(run(*given)) or endings[-1])
+    assert verify(mip_search(worst_plan(problem), soon(3), problem.lower_bound)).proved
+    assert endings == ["Optimal"]
+
+
+@pytest.mark.skipif(not pulp.__version__.startswith("3"), reason="PuLP 4 says itself that the time was up")
+def test_what_a_solver_holds_when_the_time_is_up_is_no_proof(monkeypatch, capfd):
+    class OutOfTime(pulp.LpSolver):
+        def actualSolve(self, lp):
+            os.write(1, b"a banner, past Python")
+            for variable in lp.variables():
+                variable.varValue = variable.upBound  # the peak that is known, which is the least
+            return lp.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
+
+    monkeypatch.setattr("memo_hf.planner.solver.backend", lambda *given, **named: OutOfTime())
+    start = portfolio(GAP, soon(), GAP.lower_bound)
+    placement = mip_search(start, soon(), GAP.lower_bound)
+    assert (placement.peak, placement.proved) == (9, False)
+    assert capfd.readouterr().out == ""
 
 
 def test_mip_refuses_what_it_cannot_model():
@@ -180,6 +222,56 @@ def test_a_core_is_placed_first():
     assert core_search(start, soon(-1), problem.lower_bound) is start
 
 
+def test_order_search_gives_up():
+    began = time.monotonic()
+    assert improve_order(worst_plan(GAP), soon(60), GAP.lower_bound).peak > GAP.lower_bound
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("with_extras", [False, True])
+def test_searches_follow_one_another_until_one_is_done(monkeypatch, with_extras):
+    """Stand-ins for the searches note their calls; "tree" finds what the test says."""
+    calls = []
+
+    def stand_in(name):
+        def search(best, deadline, goal):
+            calls.append(name)
+            return found if name == "tree" and found is not None else best
+
+        return search
+
+    for module, name in (
+        ("placement", "core_search"),
+        ("placement", "improve_order"),
+        ("placement", "tree_search"),
+        ("mip", "mip_search"),
+        ("extras", "supermalloc_search"),
+        ("extras", "cpsat_search"),
+    ):
+        monkeypatch.setattr(f"memo_hf.planner.{module}.{name}", stand_in(name.split("_")[0]))
+    monkeypatch.setattr(extras, "installed", lambda package: with_extras)
+    exact = ["core", "improve", *["supermalloc"] * with_extras, "tree"]
+    everything = [*exact, *["cpsat"] * with_extras, "mip", "improve"]
+
+    def calls_of(problem, **options):
+        calls.clear()
+        place(problem, **options)
+        return list(calls)
+
+    found = None
+    assert calls_of(GAP) == everything
+    assert calls_of(GAP, capacity=9) == []
+    assert calls_of(GAP, time_limit=0) == []
+    assert calls_of(Problem(GAP.buffers[:3])) == []  # the lower bound is met
+    many_pairs = random_problem(0, count=200, span=60, largest=1000)
+    assert calls_of(many_pairs) == [name for name in everything if name != "mip"]
+    found = Placement(GAP, portfolio(GAP, soon(), 9).offsets, "tree", proved=True)
+    assert calls_of(GAP) == exact
+    found = Placement(GAP, (0,) * len(GAP), "tree")
+    with pytest.raises(PlanError, match="share bytes; the plan by 'tree' is wrong"):
+        place(GAP)
+
+
 def test_time_is_kept():
     problem = random_problem(2, count=400, span=300, largest=10_000)
     began = time.monotonic()
@@ -190,7 +282,9 @@ def test_time_is_kept():
 
 def test_no_time_at_all_still_gives_a_plan():
     problem = random_problem(2, count=100, span=60, largest=1000)
-    assert place(problem, time_limit=0.0).method.startswith("greedy")
+    first = "greedy peaks, first fit"
+    assert place(problem, method="greedy").method != first
+    assert place(problem, time_limit=0.0).method == first
 
 
 def test_capacity_is_enough():

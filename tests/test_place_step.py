@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from memo_hf.errors import PlanError
-from memo_hf.planner.bilevel import plan_step
+from memo_hf.planner import bilevel
+from memo_hf.planner.bilevel import _slabs, plan_step
 from memo_hf.planner.caching import reserved_bytes
 from memo_hf.planner.placement import place
+from memo_hf.planner.problem import Buffer, Placement, Problem
 from memo_hf.planner.snapshot import read_snapshot
 from memo_hf.planner.trace import Event, Trace, is_trace, read_trace, write_trace
 from memo_hf.planner.verify import verify
@@ -84,6 +86,57 @@ def test_two_levels_lose_nothing(tokens, recompute):
     assert two.peak <= 1.005 * flat.peak
     assert "2 kinds of layer phase" in two.method
     assert all(offset % 512 == 0 for offset in two.offsets)
+
+
+def test_a_plan_is_cut_where_no_buffer_crosses():
+    lives = [("a", 0, 4, 4), ("b", 2, 6, 2), ("c", 4, 8, 3), ("d", 0, 8, 1)]
+    plan = Placement(Problem(tuple(Buffer(*life) for life in lives)), (0, 4, 0, 9), "by hand")
+    assert _slabs(plan) == [(0, 4, [0, 2]), (4, 6, [1]), (9, 10, [3])]
+
+
+def test_the_better_of_two_levels_and_flat_is_taken(monkeypatch):
+    """Stand-ins plan with the peaks that are given, and note what they may stop at."""
+    trace = llama_step(num_layers=1, tokens=64)
+    problem, goals = trace.problem(), []
+    bound = problem.lower_bound
+
+    def plan(peak, method):
+        return Placement(problem, (0,) * (len(problem) - 1) + (peak - problem.buffers[-1].size,), method)
+
+    def peak(two, flat, **options):
+        monkeypatch.setattr(bilevel, "verify", lambda placement: placement)
+        monkeypatch.setattr(bilevel, "_two_levels", lambda *given: goals.append(given[-1]) or plan(two, "two"))
+        monkeypatch.setattr(bilevel, "place", lambda _, goal, *rest: goals.append(goal) or plan(flat, "flat"))
+        placement = plan_step(trace, **options)
+        return placement.peak, placement.method
+
+    assert peak(bound, 0) == (bound, "two")  # good enough, flat is not tried
+    assert peak(2 * bound, bound) == (bound, "two; flat: flat")
+    assert peak(2 * bound, 3 * bound) == (2 * bound, "two")
+    assert goals == [None] * 5
+    assert peak(2 * bound, bound, capacity=2 * bound) == (2 * bound, "two")
+    assert peak(2 * bound, 3 * bound, two_levels=False) == (3 * bound, "flat")
+    assert peak(2 * bound, 3 * bound, method="tree") == (3 * bound, "flat")
+    assert goals[5:] == [2 * bound, None, None]
+
+
+def test_streams_share_a_capacity_as_they_need_it(monkeypatch):
+    goals = []
+    monkeypatch.setattr(bilevel, "place", lambda problem, goal, *rest: goals.append(goal) or place(problem))
+    events = [("malloc", 0, 1024, "", 0), ("malloc", 1, 3072, "", 7)]
+    assert plan_step(trace_of(*events), capacity=8192).peak == 4096
+    assert goals == [2048, 6144]
+
+
+def test_an_exact_flat_plan_is_a_proof():
+    """The peak is above the lower bound, and no plan has a lower one."""
+    lives = [(0, 3, 3), (0, 4, 5), (3, 5, 1), (4, 5, 3), (3, 6, 2), (4, 6, 2), (5, 7, 4), (6, 8, 4), (7, 8, 4)]
+    events = []
+    for now in range(9):
+        events += [("free", i, 0, "") for i, (_, upper, _) in enumerate(lives) if upper == now]
+        events += [("malloc", i, 512 * size, "") for i, (lower, _, size) in enumerate(lives) if lower == now]
+    plan = plan_step(trace_of(*events))
+    assert (plan.peak, plan.lower_bound, plan.proved) == (9 * 512, 8 * 512, True)
 
 
 def test_layers_alike_get_the_same_inner_addresses():
@@ -199,11 +252,24 @@ def test_snapshot_with_what_was_there_before(tmp_path):
             {"size": 512, "address": 2000, "state": "inactive"},
         ],
     )
-    trace = read_snapshot(dump(tmp_path, data))
+    trace, _ = read_snapshot(dump(tmp_path, data))
     lives = [(request.size, request.lower, request.upper) for request in trace.requests]
     assert lives == [(2048, 0, 3), (4096, 1, 7), (512, 2, 5), (1024, 4, 7), (512, 6, 7)]
     placement = verify(place(trace.problem()))
     assert placement.proved and placement.peak == 4096 + 2048 + 512
+
+
+def test_what_pytorch_had_reserved_at_most(tmp_path):
+    """It began with 20 MiB, went up to 64, and ended with 4."""
+    made = [("segment_alloc", 1, 22), ("segment_alloc", 2, 2), ("segment_free", 1, 22), ("segment_free", 3, 18)]
+    history = [entry(action, address * MIB, size * MIB) for action, address, size in made]
+    history[1:1] = [entry("alloc", MIB, 512), entry("segment_map", 9 * MIB, 20 * MIB)]
+    history.append(entry("segment_unmap", 9 * MIB, 20 * MIB))
+    data = snapshot(history, [])
+    data["segments"][0]["total_size"] = 4 * MIB
+    data["segments"].append({"device": 0, "stream": 0, "total_size": 99 * MIB, "blocks": []})  # of another device
+    data["segments"][0]["device"] = 1
+    assert read_snapshot(dump(tmp_path, data))[1] == 64 * MIB
 
 
 class Hostile:

@@ -10,10 +10,11 @@ _EPILOG = """examples:
 
 step.csv has one buffer a line, `id,lower,upper,size`: alive from lower up to, not including, upper. A file that begins
 with `op,id,size,phase,stream,thread` is the trace of a step, which is planned in two levels: layers, then the step.
+With a --method other than auto it is planned flat. Streams never share bytes of a trace or a snapshot.
 
 exit code: 0 where a plan was found, within --capacity where that is given; 1 where the best plan needs more.
 """
-_METHODS = ("auto", "greedy", "tree", "order", "mip", "cbc", "cpsat", "supermalloc")
+_METHODS = ("auto", "greedy", "tree", "core", "order", "mip", "cbc", "cpsat", "supermalloc")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def run(args) -> int:
     if args.plot:
         require_suffix(args.plot, "--plot, a picture,", PICTURES)
     capacity = None if args.capacity is None else parse_bytes(args.capacity, "--capacity")
-    placement, reserved = _place(args, capacity)
+    placement, pytorch = _place(args, capacity)
     if args.output:
         write_placement(placement, args.output)
     if args.plot:
@@ -60,8 +61,8 @@ def run(args) -> int:
     print(f"lower bound  {placement.lower_bound:,} bytes, the most alive at once")
     print(f"gap          {100 * placement.gap:.3f} %, {'proved optimal' if placement.proved else 'not proved optimal'}")
     print(f"method       {placement.method}, {placement.seconds:.2f} s")
-    if reserved is not None:
-        print(f"PyTorch      would reserve about {reserved:,} bytes ({format_bytes(reserved)}) for the same requests")
+    if pytorch:
+        print(f"PyTorch      {pytorch}")
     if capacity is not None and placement.peak > capacity:
         print(f"NOT within the capacity of {capacity:,} bytes: the best peak found is {placement.peak:,}")
         return 1
@@ -69,7 +70,7 @@ def run(args) -> int:
 
 
 def _place(args, capacity):
-    """The placement, and what PyTorch's allocator would reserve where the requests are known in their order."""
+    """The placement, and where the requests are known in their order what PyTorch's own allocator makes of them."""
     from memo_hf.errors import PlanError
     from memo_hf.planner.bilevel import plan_step
     from memo_hf.planner.caching import reserved_bytes
@@ -77,14 +78,18 @@ def _place(args, capacity):
     from memo_hf.planner.problem import read_problem
     from memo_hf.planner.snapshot import read_snapshot
     from memo_hf.planner.trace import is_trace, read_trace
+    from memo_hf.units import format_bytes
 
     try:
         if args.snapshot:
-            trace = read_snapshot(args.snapshot)
-            return place(trace.problem(), capacity, args.time_limit, args.method), reserved_bytes(trace)
-        if is_trace(args.instance):
+            trace, reserved = read_snapshot(args.snapshot)
+            pytorch = f"had reserved {reserved:,} bytes ({format_bytes(reserved)}) at most"
+        elif is_trace(args.instance):
             trace = read_trace(args.instance)
-            return plan_step(trace, args.time_limit), reserved_bytes(trace)
-        return place(read_problem(args.instance), capacity, args.time_limit, args.method), None
+            reserved = reserved_bytes(trace)
+            pytorch = f"would reserve about {reserved:,} bytes ({format_bytes(reserved)}) for the same requests"
+        else:
+            return place(read_problem(args.instance), capacity, args.time_limit, args.method), None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read the input: {error}") from None
+    return plan_step(trace, time_limit=args.time_limit, capacity=capacity, method=args.method), pytorch

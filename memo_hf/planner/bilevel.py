@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,34 +27,50 @@ _GOOD_ENOUGH = 1.001  # over the lower bound
 _LAYER_PHASE = re.compile(r"(forward|backward) \d+( \w+)?")
 
 
-def plan_step(trace: Trace, time_limit: float = 10.0, two_levels: bool = True) -> Placement:
+def plan_step(
+    trace: Trace,
+    time_limit: float = 10.0,
+    two_levels: bool = True,
+    capacity: int | None = None,
+    method: str = "auto",
+) -> Placement:
     """Addresses for `trace.problem()`, verified. Each stream has its own range: none reuses the memory of another.
 
     Args:
         trace: One step.
         time_limit: Seconds to search; split evenly among streams.
         two_levels: False plans the step flat, for comparison.
+        capacity: Bytes of the arena: a plan of no more is good enough. Streams get shares of it in proportion to the
+            most that each has alive.
+        method: As in `placement.place`; other than "auto" plans the step flat.
     """
     began = time.monotonic()
     offset_of: dict[int, int] = {}
-    arena, methods = 0, []
-    for stream in trace.streams:
+    arena, plans = 0, []
+    problems = {stream: trace.problem(stream) for stream in trace.streams}
+    most_alive = sum(problem.lower_bound for problem in problems.values())
+    for stream, problem in problems.items():
         requests = [request for request in trace.requests if request.stream == stream]
-        seconds = time_limit / len(trace.streams)
-        problem, deadline = trace.problem(stream), time.monotonic() + seconds
-        # Half of the time, or none would be left to plan flat where that is better.
-        offsets, method = _two_levels(trace, requests, seconds / 2) if two_levels else (None, "")
-        peak = Placement(problem, tuple(offsets), method).peak if two_levels else None
-        if peak is None or peak > _GOOD_ENOUGH * problem.lower_bound:
-            flat = place(problem, time_limit=max(0.0, deadline - time.monotonic()))
-            if peak is None or flat.peak < peak:
-                offsets, method = flat.offsets, f"{method}; flat: {flat.method}" if method else flat.method
-        methods.append(method)
-        for request, offset in zip(requests, offsets, strict=True):
+        seconds, share = time_limit / len(problems), problem.lower_bound / most_alive
+        goal = None if capacity is None else int(capacity * share)
+        deadline, plan = time.monotonic() + seconds, None
+        if two_levels and method == "auto" and any(_LAYER_PHASE.fullmatch(request.phase) for request in requests):
+            # Half of the time, or none would be left to plan flat where that is better.
+            plan = _two_levels(trace, requests, problem, seconds / 2, goal)
+        if plan is None or plan.peak > max(goal or 0, _GOOD_ENOUGH * problem.lower_bound):
+            flat = place(problem, goal, max(0.0, deadline - time.monotonic()), method)
+            if plan is None:
+                plan = flat
+            elif flat.peak < plan.peak:
+                plan = replace(flat, method=f"{plan.method}; flat: {flat.method}")
+        plans.append(plan)
+        for request, offset in zip(requests, plan.offsets, strict=True):
             offset_of[request.id] = arena + offset
-        arena += max(o + to_buffer(r).size for r, o in zip(requests, offsets, strict=True))
+        arena += plan.peak
     offsets = tuple(offset_of[request.id] for request in trace.requests)
-    return verify(Placement(trace.problem(), offsets, "; ".join(methods), time.monotonic() - began))
+    methods = "; ".join(plan.method for plan in plans)
+    proved = len(plans) == 1 and plans[0].proved  # several streams could do with less if they shared
+    return verify(Placement(trace.problem(), offsets, methods, time.monotonic() - began, proved))
 
 
 @dataclass(frozen=True)
@@ -74,8 +90,8 @@ class _Block:
         return cls(tuple(requests), Problem(tuple(buffers)))
 
 
-def _two_levels(trace, requests, time_limit):
-    """Offsets in the order of `requests`, and what was done."""
+def _two_levels(trace, requests, problem, time_limit, goal):
+    """The placement of `problem`, which is that of `requests`."""
     deadline = time.monotonic() + time_limit
     blocks, crossing = _split(trace, requests)
     kinds = list(dict.fromkeys(block.kind for block in blocks))
@@ -94,12 +110,12 @@ def _two_levels(trace, requests, time_limit):
                 [(r, plans[block.kind].offsets[i] - bottom) for i, r in zip(group, requests_in, strict=True)]
             )
             step.append(Buffer(f"slab {len(step)}", lower, upper, top - bottom))
-    whole = place(Problem(tuple(step)), time_limit=max(0.0, deadline - time.monotonic()))
+    whole = place(Problem(tuple(step)), goal, max(0.0, deadline - time.monotonic()))
     offset_of = {}
     for base, inside in zip(whole.offsets, members, strict=True):
         offset_of.update((request.id, base + offset) for request, offset in inside)
     method = f"two levels: {len(kinds)} kinds of layer phase, then {len(step)} buffers by {whole.method}"
-    return [offset_of[request.id] for request in requests], method
+    return Placement(problem, tuple(offset_of[request.id] for request in requests), method)
 
 
 def _slabs(plan: Placement) -> list[tuple[int, int, list[int]]]:

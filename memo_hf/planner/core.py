@@ -15,7 +15,7 @@ from memo_hf.planner.heuristic import contention, greedy, orders, portfolio
 from memo_hf.planner.problem import Placement, Problem
 from memo_hf.planner.tree import tree_search
 
-_FULL = (0.9, 0.8, 0.97, 0.7)  # of the lower bound: what is alive at such moments is the core
+_FULL = (0.99, 0.97, 0.9, 0.8, 0.7)  # of the lower bound: what is alive at such moments is the core
 _LARGEST = 0.5  # of all buffers; a larger core is no easier than the whole
 _CORE_SHARE = 0.3  # of the time that is left, for the tree search of one core
 

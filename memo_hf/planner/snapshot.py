@@ -24,12 +24,15 @@ class _DataOnly(pickle.Unpickler):
         raise PlanError(f"the snapshot refers to an object outside it ({pid!r}); a PyTorch memory snapshot does not")
 
 
-def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
-    """The allocations and frees that the snapshot recorded, after those that were there before.
+def read_snapshot(path: str | Path, device: int | None = None) -> tuple[Trace, int]:
+    """The allocations and frees that the snapshot recorded, after those that were there before, and PyTorch's peak.
 
     Args:
         path: A file written by `torch.cuda.memory._dump_snapshot`.
         device: Which GPU's. Not set: the one with the most events.
+
+    Returns:
+        The trace, and the most bytes that PyTorch's allocator had reserved while it was recorded.
 
     Raises:
         PlanError: the file holds more than plain data, is no snapshot, or has no history for the device.
@@ -41,7 +44,8 @@ def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
         if device is None:
             device = max(range(len(histories)), key=lambda index: len(histories[index]))
         history = histories[device]
-        return _to_trace(history, [segment for segment in segments if segment.get("device", device) == device], path)
+        segments = [segment for segment in segments if segment.get("device", device) == device]
+        return _to_trace(history, segments), _peak_reserved(history, segments)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError, pickle.UnpicklingError) as error:
@@ -51,7 +55,17 @@ def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
         ) from None
 
 
-def _to_trace(history, segments, path):
+def _peak_reserved(history, segments):
+    """From the segments at the end, backwards through those that were made and given back."""
+    grows = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    reserved = peak = sum(segment["total_size"] for segment in segments)
+    for entry in reversed(history):
+        reserved -= grows.get(entry["action"], 0) * entry["size"]
+        peak = max(peak, reserved)
+    return peak
+
+
+def _to_trace(history, segments):
     live: dict[int, int] = {}  # address -> id
     base: list[Event] = []  # what was there before the history begins: known by its free, or by being there at the end
     events: list[Event] = []

@@ -22,8 +22,7 @@ def solve(problem: pulp.LpProblem, *, time_limit_seconds: float = 10.0) -> bool:
     Raises:
         PlanError: the solver stopped for another reason, such as the time limit.
     """
-    with _silent_stdout():
-        ending = run(problem, backend("highs", time_limit_seconds, relative_gap=0.0))
+    ending = run(problem, backend("highs", time_limit_seconds, relative_gap=0.0))
     if ending == "Optimal":
         return True
     if ending in ("Infeasible", "Undefined"):
@@ -36,7 +35,8 @@ def solve(problem: pulp.LpProblem, *, time_limit_seconds: float = 10.0) -> bool:
 
 def run(problem: pulp.LpProblem, solver: pulp.LpSolver) -> str:
     """Solve `problem` in place and say why `solver` stopped, in PuLP's words: "Optimal" for a proved optimum alone."""
-    answer = problem.solve(solver)
+    with _silent_stdout():
+        answer = problem.solve(solver)
     if hasattr(answer, "status"):  # PuLP 4
         return answer.status.name
     # PuLP 3 calls an incumbent at the time limit "Optimal" too; its `sol_status` tells them apart.
