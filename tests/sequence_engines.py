@@ -83,7 +83,7 @@ def copied_at_once(threads, *args, own=CpuThreads._submit, **kwargs):
 def peaks(rank, num_ranks):
     """Peak device bytes of a step above what is there before it."""
     # Large enough for weight gradients and a kernel's buffers to be small beside what grows with the tokens.
-    tokens, sizes = 4096, dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_key_value_heads=4)
+    tokens, sizes = 8192, dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_key_value_heads=4)
     model, batch = tiny("llama", **sizes), whole_batch(tokens=tokens)
     own = slice(rank * tokens // num_ranks, (rank + 1) * tokens // num_ranks)
     batch = {name: tensor[:, own].contiguous() for name, tensor in batch.items()}
