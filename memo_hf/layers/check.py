@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from memo_hf.errors import MemoError, UnsupportedModelError
+from memo_hf.errors import MemoError
 from memo_hf.layers.locate import Stack
 from memo_hf.layers.roles import (
     ATTENTION_NAME,
@@ -51,11 +51,6 @@ def check_stack(stack: Stack) -> StackVerdict:
     Leaves the random state, training modes and settings as they were.
     """
     device = next(stack.module.parameters()).device
-    if getattr(stack.module, "config", None) is None:
-        raise UnsupportedModelError(
-            f"{type(stack.module).__name__} holds decoder layers and has no config, from which memo_hf reads its "
-            "attention. Train this model without memo_hf"
-        )
     name = stack.module.config._attn_implementation
     if device.type == "cpu" and name not in ("sdpa", "eager"):
         name = "eager"  # The model will move; its own kernel does not run here.

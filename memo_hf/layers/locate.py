@@ -42,11 +42,17 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     """Every stack of `model`, in module order.
 
     Raises:
-        UnsupportedModelError: the model has no layer that transformers marks as one that may be checkpointed.
+        UnsupportedModelError: the model has no layer that transformers marks as one that may be checkpointed, or a
+            module that holds such layers has no config.
     """
     stacks = []
     for name, module in model.named_modules():
         layers = layers_of(module, name)
+        if layers and getattr(module, "config", None) is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} holds decoder layers and has no config, from which memo_hf reads its "
+                "attention. Train this model without memo_hf"
+            )
         if layers:
             stacks.append(Stack(name, module, layers))
     if not stacks:
