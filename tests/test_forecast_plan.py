@@ -234,10 +234,20 @@ def test_plot(tmp_path):
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_plot_where_nothing_fits_comes_after_the_forecast(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "1M", "--plot", str(tmp_path / "out.png")]
+    assert main(["plan", *arguments]) == 1
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    text = capsys.readouterr().out
+    assert text.index("fits            NO") < text.index("to change") < text.index(f"plot: {tmp_path / 'out.png'}")
+
+
 def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "no" / "out.png")]) == 2
-    assert "plot: cannot write" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "plot: cannot write" in captured.err and "fits            yes" in captured.out
     for name in ("out", "out.txt", "out.json"):
         assert main(["plan", *HEADLINE, "--plot", str(tmp_path / name)]) == 2
         assert f"--plot, a picture, is '{tmp_path / name}'; end the name in .png or" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def run(args) -> int:
     """Runs `memo-hf plan`. Returns 0, or 1 where the run does not fit."""
     from memo_hf.errors import ConfigError
     from memo_hf.forecasting.compare import compare
-    from memo_hf.forecasting.find import MOST_GPUS, advise, max_seq_len, min_gpus
+    from memo_hf.forecasting.find import advise, max_seq_len, min_gpus
     from memo_hf.forecasting.forecast import forecast_setup
     from memo_hf.paths import PICTURES, require_suffix
 
@@ -90,25 +90,31 @@ def run(args) -> int:
     forecast = forecast_setup(setup, advise)
     code = 0 if forecast.fits and all(found.values()) else 1
     rows = compare(setup, forecast) if args.compare else None
-    if args.plot:
-        from memo_hf.report.forecast_plot import plot_forecast
-
-        plot_forecast(setup, args.plot)
     if args.json:
         answer = {**found, **_inputs(setup), **forecast.to_dict()}
         if rows is not None:
             answer["compare"] = rows
         print(json.dumps(answer, indent=2))
-        return code
+    else:
+        _print_text(setup, forecast, found, rows)
+    if args.plot:
+        from memo_hf.report.forecast_plot import plot_forecast
+
+        plot_forecast(setup, args.plot)
+        if not args.json:
+            print(f"\nplot: {args.plot}")
+    return code
+
+
+def _print_text(setup, forecast, found: dict, rows: list[dict] | None) -> None:
+    from memo_hf.forecasting.find import MOST_GPUS
+
     none = {"max_seq_len": "none fits", "min_gpus": f"none up to {MOST_GPUS:,} fits; as given:"}
     for name, value in found.items():
         print(f"{name.replace('_', ' ')}: {f'{value:,}' if value else none[name]}\n")
     print(_text(setup, forecast))
     if rows is not None:
         print("\n" + _table(rows))
-    if args.plot:
-        print(f"\nplot: {args.plot}")
-    return code
 
 
 def _setup(args):
