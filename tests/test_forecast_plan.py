@@ -109,6 +109,21 @@ def test_what_does_not_fit_is_an_answer_with_advice(capsys):
     assert any("GPUs" in advice for advice in found["advice"])
 
 
+def test_advice_begins_with_the_gpus_that_are_there(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--gpus", "8", "--seq-len", "512K"]
+    advice = answer(capsys, *arguments)["advice"]
+    assert advice[0] == "it fits with each sequence over 8 of the 8 GPUs (--sequence-parallel 8)"
+    assert answer(capsys, *arguments, "--sequence-parallel", "8")["fits"]
+
+
+def test_advice_names_lora_only_where_it_fits(capsys):
+    said, arguments = "it fits with LoRA (--train lora)", ["--model", "llama-3.1-8b", "--seq-len"]
+    assert said in answer(capsys, *arguments, "128K")["advice"]
+    assert answer(capsys, *arguments, "128K", "--train", "lora")["fits"]
+    assert said not in answer(capsys, *arguments, "1M")["advice"]
+    assert not answer(capsys, *arguments, "1M", "--train", "lora")["fits"]
+
+
 def test_host_shortage_is_named(capsys):
     arguments = ["--model", "llama-3.1-8b", "--seq-len", "512K", "--gpus", "8", "--sequence-parallel", "8"]
     found = answer(capsys, *arguments, "--host-memory", "100GiB")

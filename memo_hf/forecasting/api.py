@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from memo_hf.errors import ConfigError, did_you_mean
-from memo_hf.forecasting.activations import Training
+from memo_hf.forecasting.activations import ALL_LINEAR, LORA_RANK, Training
 from memo_hf.forecasting.find import advise
 from memo_hf.forecasting.forecast import Forecast, forecast_setup
 from memo_hf.forecasting.hardware import Device, find_device, this_cpu
@@ -13,8 +13,6 @@ from memo_hf.forecasting.setup import DTYPES, Setup
 from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
 from memo_hf.units import parse_count, parse_flops, parse_memory
-
-_ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def forecast(model, seq_len: int | str, **options) -> Forecast:
@@ -41,7 +39,7 @@ def make_setup(
     *,
     batch: int = 1,
     train: str = "full",
-    lora_rank: int = 16,
+    lora_rank: int = LORA_RANK,
     lora_targets: str = "all-linear",
     dtype: str | None = None,
     master_weights: bool = True,
@@ -92,7 +90,7 @@ def make_setup(
         raise ConfigError(f"dtype is {dtype!r}; choose from {sorted(DTYPES)}")
     if train not in ("full", "lora"):
         raise ConfigError(f"train is {train!r}; it must be 'full' or 'lora'")
-    targets = _ALL_LINEAR if lora_targets == "all-linear" else tuple(name.strip() for name in lora_targets.split(","))
+    targets = ALL_LINEAR if lora_targets == "all-linear" else tuple(name.strip() for name in lora_targets.split(","))
     on_cpu = chosen.name == "cpu"
     training = Training(
         element_bytes=DTYPES[dtype],
