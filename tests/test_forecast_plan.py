@@ -167,6 +167,18 @@ def test_text_names_what_matters(capsys):
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
+@pytest.mark.parametrize(
+    ("more", "assumed"), [([], True), (["--host-memory", "240GiB"], False), (["--device", "cpu"], False)]
+)
+def test_host_memory_that_was_not_given_is_said_to_be_assumed(more, assumed, capsys):
+    arguments = ["--model", "smollm2-135m", "--seq-len", "4K", *more]
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert (f"\n{'':16}host memory assumed for h100; give --host-memory" in text) is assumed
+    assert ("assumed" in text) is assumed
+    assert answer(capsys, *arguments)["host_memory_assumed"] is assumed
+
+
 def test_what_does_not_fit_has_no_step_time(capsys):
     assert main(["plan", "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090"]) == 1
     text = capsys.readouterr().out

@@ -162,6 +162,7 @@ def _inputs(setup) -> dict:
         "shards": setup.shards,
         "device": setup.device.name,
         "chunk_tokens": setup.chunk,
+        "host_memory_assumed": setup.host_bytes is None,
     }
 
 
@@ -201,6 +202,8 @@ def _text(setup, forecast) -> str:
         f"host            {format_bytes(forecast.host_bytes_per_rank)} a rank,"
         f" {format_bytes(forecast.host_bytes_per_node)} of {format_bytes(forecast.host_budget_bytes_per_node)} a node"
     )
+    if setup.host_bytes is None:
+        lines.append(f"{'':16}host memory assumed for {setup.device.name}; give --host-memory")
     lines += [f"to change       {advice}" for advice in forecast.advice]
     return "\n".join(lines)
 
