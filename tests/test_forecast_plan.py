@@ -1,9 +1,11 @@
 """`memo-hf plan` and `memo_hf.forecast`: what they answer, how fast, and what they say where something is wrong."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +167,27 @@ def test_text_names_what_matters(capsys):
     ):
         assert words in text
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("more", "loss", "measured"),
+    [
+        ([], "a chunked loss", True),
+        (["--device", "h200", "--full-logits"], "full logits, no chunked loss", True),
+        (["--device", "a800"], "a chunked loss", False),
+    ],
+)
+def test_the_comparison_says_what_its_rows_have_and_how_far_it_was_off(more, loss, measured, capsys):
+    main(["plan", "--model", "qwen3-8b", "--seq-len", "16K", "--compare", *more])
+    under = capsys.readouterr().out.split("\nmemo_hf  ")[1].split("\n", 1)[1]
+    assert under.startswith(f"All rows have {loss}.\n")
+    # The numbers are those of the table that benchmarks/bench_forecast.py prints.
+    table = (Path(__file__).parents[1] / "docs" / "forecast.md").read_text()
+    misses = [
+        float(miss) for miss in re.findall(r"^\| H200, 8 layers, memo_hf \| step at .*\| -(.*) % \|", table, re.M)
+    ]
+    assert len(misses) == 3
+    assert (f"\n{min(misses):.0f} to {max(misses):.0f} % under it (docs/forecast.md)." in under) is measured
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ _EPILOG = """examples:
 exit code: 0 where the run fits, 1 where it does not, or where --find finds nothing that fits.
 """
 _MFU = "model FLOPs, causal attention by half, no recompute; docs/forecast.md"
+_MEASURED = (
+    "memo_hf's step was last measured on an H200 with torch's flash kernel; the forecast, which is for cuDNN's, was\n"
+    "18 to 30 % under it (docs/forecast.md)."
+)
 
 
 def add_parser(subparsers):
@@ -115,6 +119,7 @@ def _print_text(setup, forecast, found: dict, rows: list[dict] | None) -> None:
     print(_text(setup, forecast))
     if rows is not None:
         print("\n" + _table(rows))
+        print(_under_table(setup))
 
 
 def _setup(args):
@@ -228,3 +233,10 @@ def _table(rows) -> str:
             f"{format_bytes(row['host_bytes_per_rank']):>13}{step:>11}{100 * row['mfu']:>6.1f} %"
         )
     return "\n".join(lines)
+
+
+def _under_table(setup) -> str:
+    """What the rows have in common, and how far memo_hf's step was off on such a device."""
+    loss = "a chunked loss" if setup.chunked_loss else "full logits, no chunked loss"
+    text = f"All rows have {loss}."
+    return f"{text}\n{_MEASURED}" if setup.device.name in ("h100", "h200") else text
