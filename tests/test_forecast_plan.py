@@ -390,6 +390,16 @@ def test_the_public_function():
         memo_hf.forecast("llama-3.1-8b", "128K", nonsense=3)
 
 
+def test_a_configuration_of_transformers(tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=99)
+    config.save_pretrained(tmp_path)
+    assert memo_hf.forecast(config, "4K") == memo_hf.forecast(str(tmp_path), "4K") == memo_hf.forecast(tmp_path, "4K")
+    with pytest.raises(ConfigError, match="model is a object; give a name, a path, or a configuration: model.config"):
+        memo_hf.forecast(object(), "4K")
+
+
 def test_sequence_parallelism_splits_bytes_and_time():
     one, eight = (make_setup("gpt-7b", "64K", gpus=8, sequence_parallel=n, device="a800") for n in (1, 8))
     kind = one.model.kinds(2)[0]

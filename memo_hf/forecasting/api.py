@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 from memo_hf.errors import ConfigError, did_you_mean
 from memo_hf.forecasting.activations import ALL_LINEAR, LORA_RANK, Training
@@ -19,7 +20,8 @@ def forecast(model, seq_len: int | str, **options) -> Forecast:
     """Forecast a run before it starts: whether it fits, what it takes, and how long a step is.
 
     Args:
-        model: a shipped name ("llama-3.1-8b"), a `config.json` or its folder, or a configuration as a dictionary.
+        model: a shipped name ("llama-3.1-8b"), a `config.json` or its folder, or a configuration: transformers' own
+            (`model.config`, anything with `to_dict()`) or a dictionary.
         seq_len: tokens, as a number or "1M" (1,048,576).
         **options: see `make_setup`.
 
@@ -135,8 +137,11 @@ def make_setup(
 def _shape(model) -> ModelShape:
     if isinstance(model, ModelShape):
         return model
-    if isinstance(model, dict):
-        return ModelShape.from_config(model.get("model_type", "model"), model)
+    config = model.to_dict() if hasattr(model, "to_dict") else model
+    if isinstance(config, dict):
+        return ModelShape.from_config(config.get("model_type", "model"), config)
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is a {type(model).__name__}; give a name, a path, or a configuration: model.config")
     return ModelShape.load(model)
 
 
