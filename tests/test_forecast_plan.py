@@ -261,8 +261,15 @@ def test_version(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"memo-hf {memo_hf.__version__}\n"
 
 
+def test_the_package_runs_as_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "memo_hf", "plan", "--model", "gpt-7b"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("memo-hf plan: --seq-len is missing")
+
+
 def test_a_reader_that_stops_early_is_no_error():
-    command = [sys.executable, "-m", "memo_hf.cli", "plan", "--model", "qwen3-8b", "--seq-len", "8K"]
+    command = [sys.executable, "-m", "memo_hf", "plan", "--model", "qwen3-8b", "--seq-len", "8K"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 0
