@@ -275,9 +275,11 @@ def test_a_reader_that_stops_early_is_no_error():
         assert process.stderr.read() == b"" and process.wait() == 0
 
 
-def test_many_seconds_are_told_in_hours():
-    assert [format_seconds(s) for s in (0, 0.12345, 500.44, 9_999, 1.063e5)] == [
+def test_many_seconds_are_told_in_hours_and_rounding_as_none():
+    assert [format_seconds(s) for s in (0, 2.012e-16, 1.5e-6, 0.12345, 500.44, 9_999, 1.063e5)] == [
         "0 s",
+        "0 s",
+        "1.5e-06 s",
         "0.1235 s",
         "500.4 s",
         "9999 s",
