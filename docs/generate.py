@@ -58,7 +58,7 @@ def command_line() -> str:
         "# The command line",
         _NOTE,
         "`memo-hf SUBCOMMAND --help` prints the same. Options may be written with underscores: `--seq_len`.",
-        "`memo-hf --version` prints the version.",
+        "`memo-hf --version` prints the version. `python -m memo_hf` is the same command.",
         "",
         "The exit code is an answer as well: 0 for yes, 1 for no (it does not fit, the capacity is not met, memo_hf",
         "cannot train here), 2 for a mistake in the arguments, with one line that says what to change.",

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 from memo_hf.errors import ConfigError, did_you_mean
 from memo_hf.paths import require_suffix
-from memo_hf.units import parse_bytes
+from memo_hf.units import parse_memory
 
 
 def _option(default, help_text, **metadata):
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
+def _refuse_unknown_names(config):
+    """Class decorator: a dataclass answers a name that is no field with `TypeError`; `config` raises `ConfigError`."""
+    known = [spec.name for spec in dataclasses.fields(config)]
+    make = config.__init__
+
+    @functools.wraps(make)
+    def __init__(self, *args, **settings):
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown MemoConfig keys {unknown}{did_you_mean(unknown[0], known)}; the known keys are {known}"
+            )
+        make(self, *args, **settings)
+
+    config.__init__ = __init__
+    return config
+
+
+@_refuse_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class MemoConfig:
     """Settings of one model. Nothing needs to be set; each field's help is its documentation.
@@ -99,7 +119,7 @@ class MemoConfig:
             if choices and getattr(self, spec.name) not in (*choices, spec.default):
                 raise ConfigError(f"{spec.name} is {getattr(self, spec.name)!r}; it must be one of {choices}")
         for name in ("host_memory", "device_memory"):
-            if getattr(self, name) is not None and parse_bytes(getattr(self, name), name) == 0:
+            if getattr(self, name) is not None and parse_memory(getattr(self, name), name) == 0:
                 raise ConfigError(f"{name} is 0; leave it unset for what is free, or give the bytes to use")
         self.bytes_of("host_memory_for_others")
         if self.plan_file is not None:
@@ -114,12 +134,7 @@ class MemoConfig:
     @classmethod
     def from_dict(cls, values: dict) -> MemoConfig:
         """A config from a dictionary (JSON, YAML). Raises `ConfigError` that names unknown keys and lists the known."""
-        known = [spec.name for spec in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            hint = did_you_mean(str(unknown[0]), known)
-            raise ConfigError(f"unknown MemoConfig keys {unknown}{hint}; the known keys are {known}")
-        return cls(**values)
+        return cls(**{str(name): value for name, value in values.items()})
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -129,7 +144,7 @@ class MemoConfig:
     def bytes_of(self, name: str) -> int | None:
         """The bytes that the setting `name` is written for, or None where it is not set. Raises `ConfigError`."""
         value = getattr(self, name)
-        return None if value is None else parse_bytes(value, name)
+        return None if value is None else parse_memory(value, name)
 
     @property
     def effective_min_tokens(self) -> int:

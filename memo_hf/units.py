@@ -68,7 +68,8 @@ def parse_count(text: str | int | float, what: str = "tokens") -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """`500.4 s`, or `29.5 h` from 10,000 seconds on."""
+    """`500.4 s`, or `29.5 h` from 10,000 seconds on; below a microsecond, where rounding is all that is left, `0 s`."""
+    seconds = seconds if seconds >= 1e-6 else 0.0
     return f"{seconds:.4g} s" if seconds < 9_999.5 else f"{seconds / 3600:,.1f} h"
 
 

@@ -37,11 +37,15 @@ from tests.tiny_models import gradients, worst_relative_error
         ({"mode": "token"}, r"mode is 'token'; it must be one of \['auto', 'layer'\]"),
         ({"host_memory": "lots"}, "host_memory"),
         ({"host_memory": "0GiB"}, "host_memory is 0"),
+        ({"host_memory": 64}, "host_memory: 64 without a unit means 64 bytes; write the unit, for example 64GiB"),
+        ({"device_memory": "70"}, "device_memory: 70 without a unit"),
+        ({"host_memory_for_others": "60"}, "host_memory_for_others: 60 without a unit"),
     ],
 )
 def test_settings_that_cannot_be(values, message):  # case 121
-    with pytest.raises(ConfigError, match=message):
-        MemoConfig.from_dict(values)
+    for make in (MemoConfig.from_dict, lambda values: MemoConfig(**values)):
+        with pytest.raises(ConfigError, match=message):
+            make(values)
 
 
 def test_settings_of_another_type_are_refused():
@@ -65,7 +69,7 @@ def test_a_host_budget_too_small_for_what_is_never_recomputed(qkv, least):
     """Before the first layer runs, with the bytes of a step and of a layer; with that many it begins."""
     model, calls = small(), []
     settings = dict(swap_fraction=0.0, chunk_size=26, unswapped_layers=1, qkv=qkv)
-    session = enabled(model, **settings, host_memory=str(2 * least - 1))
+    session = enabled(model, **settings, host_memory=f"{2 * least - 1}B")
     model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(HostMemoryError, match=r"Raise MemoConfig\(host_memory=\.\.\.\), shorten the sequence") as error:
         gradients(model, IDS)
@@ -74,7 +78,7 @@ def test_a_host_budget_too_small_for_what_is_never_recomputed(qkv, least):
     assert not calls and session.stats.swapped_bytes == session.stats.host_reserved_bytes == 0
     memo_hf.disable(model)
     logsumexp = 4 * 2 * 13 * 4
-    session = enabled(model, **settings, host_memory=str(2 * (least + logsumexp) + 8192))
+    session = enabled(model, **settings, host_memory=f"{2 * (least + logsumexp) + 8192}B")
     gradients(model, IDS)
     assert session.stats.swapped_bytes == 2 * (least + logsumexp)
 
@@ -90,14 +94,14 @@ def test_a_host_budget_that_runs_out_on_the_way():
     """What is swapped beyond the least is not foreseen here: the message names what to change, and nothing is left."""
     model = small()
     plain = gradients(model, IDS)
-    session = enabled(model, **{**TOKEN, "swap_fraction": 1.0}, host_memory=str(3 * LEAST))
+    session = enabled(model, **{**TOKEN, "swap_fraction": 1.0}, host_memory=f"{3 * LEAST}B")
     for _ in range(2):
         with pytest.raises(HostMemoryError, match="budget.*Raise host_memory, lower swap_fraction, or .*shorter"):
             gradients(model, IDS)
         assert_nothing_left(session)
         assert session.stats.host_reserved_bytes <= 3 * LEAST
     memo_hf.disable(model)
-    enabled(model, **{**TOKEN, "swap_fraction": 0.0}, host_memory=str(3 * LEAST))
+    enabled(model, **{**TOKEN, "swap_fraction": 0.0}, host_memory=f"{3 * LEAST}B")
     assert worst_relative_error(gradients(model, IDS), plain) < 1e-5
 
 

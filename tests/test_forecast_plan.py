@@ -1,9 +1,11 @@
 """`memo-hf plan` and `memo_hf.forecast`: what they answer, how fast, and what they say where something is wrong."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +111,21 @@ def test_what_does_not_fit_is_an_answer_with_advice(capsys):
     assert any("GPUs" in advice for advice in found["advice"])
 
 
+def test_advice_begins_with_the_gpus_that_are_there(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--gpus", "8", "--seq-len", "512K"]
+    advice = answer(capsys, *arguments)["advice"]
+    assert advice[0] == "it fits with each sequence over 8 of the 8 GPUs (--sequence-parallel 8)"
+    assert answer(capsys, *arguments, "--sequence-parallel", "8")["fits"]
+
+
+def test_advice_names_lora_only_where_it_fits(capsys):
+    said, arguments = "it fits with LoRA (--train lora)", ["--model", "llama-3.1-8b", "--seq-len"]
+    assert said in answer(capsys, *arguments, "128K")["advice"]
+    assert answer(capsys, *arguments, "128K", "--train", "lora")["fits"]
+    assert said not in answer(capsys, *arguments, "1M")["advice"]
+    assert not answer(capsys, *arguments, "1M", "--train", "lora")["fits"]
+
+
 def test_host_shortage_is_named(capsys):
     arguments = ["--model", "llama-3.1-8b", "--seq-len", "512K", "--gpus", "8", "--sequence-parallel", "8"]
     found = answer(capsys, *arguments, "--host-memory", "100GiB")
@@ -150,6 +167,39 @@ def test_text_names_what_matters(capsys):
     ):
         assert words in text
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("more", "loss", "measured"),
+    [
+        ([], "a chunked loss", True),
+        (["--device", "h200", "--full-logits"], "full logits, no chunked loss", True),
+        (["--device", "a800"], "a chunked loss", False),
+    ],
+)
+def test_the_comparison_says_what_its_rows_have_and_how_far_it_was_off(more, loss, measured, capsys):
+    main(["plan", "--model", "qwen3-8b", "--seq-len", "16K", "--compare", *more])
+    under = capsys.readouterr().out.split("\nmemo_hf  ")[1].split("\n", 1)[1]
+    assert under.startswith(f"All rows have {loss}.\n")
+    # The numbers are those of the table that benchmarks/bench_forecast.py prints.
+    table = (Path(__file__).parents[1] / "docs" / "forecast.md").read_text()
+    misses = [
+        float(miss) for miss in re.findall(r"^\| H200, 8 layers, memo_hf \| step at .*\| -(.*) % \|", table, re.M)
+    ]
+    assert len(misses) == 3
+    assert (f"\n{min(misses):.0f} to {max(misses):.0f} % under it (docs/forecast.md)." in under) is measured
+
+
+@pytest.mark.parametrize(
+    ("more", "assumed"), [([], True), (["--host-memory", "240GiB"], False), (["--device", "cpu"], False)]
+)
+def test_host_memory_that_was_not_given_is_said_to_be_assumed(more, assumed, capsys):
+    arguments = ["--model", "smollm2-135m", "--seq-len", "4K", *more]
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert (f"\n{'':16}host memory assumed for h100; give --host-memory" in text) is assumed
+    assert ("assumed" in text) is assumed
+    assert answer(capsys, *arguments)["host_memory_assumed"] is assumed
 
 
 def test_what_does_not_fit_has_no_step_time(capsys):
@@ -211,16 +261,25 @@ def test_version(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"memo-hf {memo_hf.__version__}\n"
 
 
+def test_the_package_runs_as_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "memo_hf", "plan", "--model", "gpt-7b"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("memo-hf plan: --seq-len is missing")
+
+
 def test_a_reader_that_stops_early_is_no_error():
-    command = [sys.executable, "-m", "memo_hf.cli", "plan", "--model", "qwen3-8b", "--seq-len", "8K"]
+    command = [sys.executable, "-m", "memo_hf", "plan", "--model", "qwen3-8b", "--seq-len", "8K"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 0
 
 
-def test_many_seconds_are_told_in_hours():
-    assert [format_seconds(s) for s in (0, 0.12345, 500.44, 9_999, 1.063e5)] == [
+def test_many_seconds_are_told_in_hours_and_rounding_as_none():
+    assert [format_seconds(s) for s in (0, 2.012e-16, 1.5e-6, 0.12345, 500.44, 9_999, 1.063e5)] == [
         "0 s",
+        "0 s",
+        "1.5e-06 s",
         "0.1235 s",
         "500.4 s",
         "9999 s",
@@ -234,10 +293,20 @@ def test_plot(tmp_path):
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_plot_where_nothing_fits_comes_after_the_forecast(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "1M", "--plot", str(tmp_path / "out.png")]
+    assert main(["plan", *arguments]) == 1
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    text = capsys.readouterr().out
+    assert text.index("fits            NO") < text.index("to change") < text.index(f"plot: {tmp_path / 'out.png'}")
+
+
 def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "no" / "out.png")]) == 2
-    assert "plot: cannot write" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "plot: cannot write" in captured.err and "fits            yes" in captured.out
     for name in ("out", "out.txt", "out.json"):
         assert main(["plan", *HEADLINE, "--plot", str(tmp_path / name)]) == 2
         assert f"--plot, a picture, is '{tmp_path / name}'; end the name in .png or" in capsys.readouterr().err
@@ -328,6 +397,16 @@ def test_the_public_function():
         memo_hf.forecast("llama-3.1-8b", "128K", chunksize=3)
     with pytest.raises(ConfigError, match=r"no option 'nonsense'; its options are"):
         memo_hf.forecast("llama-3.1-8b", "128K", nonsense=3)
+
+
+def test_a_configuration_of_transformers(tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=99)
+    config.save_pretrained(tmp_path)
+    assert memo_hf.forecast(config, "4K") == memo_hf.forecast(str(tmp_path), "4K") == memo_hf.forecast(tmp_path, "4K")
+    with pytest.raises(ConfigError, match="model is a object; give a name, a path, or a configuration: model.config"):
+        memo_hf.forecast(object(), "4K")
 
 
 def test_sequence_parallelism_splits_bytes_and_time():

@@ -28,6 +28,7 @@ ROWS = [
     {"integrations"},
     {"commands"},
     {"cli"},
+    {"__main__"},
 ]
 RANK = {part: rank for rank, row in enumerate(ROWS) for part in row}
 FORBIDDEN_PARTS = {"layers": {"allocator", "profiler"}}

@@ -14,6 +14,9 @@ from memo_hf.forecasting.shapes import LayerKind, ModelShape
 _FP32 = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+# What LoRA adapts, and its rank, where nothing else is asked for.
+ALL_LINEAR = _ATTENTION + _MLP
+LORA_RANK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,9 @@ class Training:
     norm_statistic_bytes: int = _FP32
 
     def __post_init__(self):
-        unknown = self.lora_targets - set(_ATTENTION + _MLP)
+        unknown = self.lora_targets - set(ALL_LINEAR)
         if unknown:
-            raise ConfigError(f"lora_targets {sorted(unknown)} are unknown; choose from {list(_ATTENTION + _MLP)}")
+            raise ConfigError(f"lora_targets {sorted(unknown)} are unknown; choose from {list(ALL_LINEAR)}")
         if bool(self.lora_rank) != bool(self.lora_targets):
             raise ConfigError(
                 f"lora_rank is {self.lora_rank} and lora_targets {sorted(self.lora_targets)}; set both or neither"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 from memo_hf.errors import ConfigError, did_you_mean
-from memo_hf.forecasting.activations import Training
+from memo_hf.forecasting.activations import ALL_LINEAR, LORA_RANK, Training
 from memo_hf.forecasting.find import advise
 from memo_hf.forecasting.forecast import Forecast, forecast_setup
 from memo_hf.forecasting.hardware import Device, find_device, this_cpu
@@ -14,14 +15,13 @@ from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.planner.budgets import host_budget_bytes, read_host_memory
 from memo_hf.units import parse_count, parse_flops, parse_memory
 
-_ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 def forecast(model, seq_len: int | str, **options) -> Forecast:
     """Forecast a run before it starts: whether it fits, what it takes, and how long a step is.
 
     Args:
-        model: a shipped name ("llama-3.1-8b"), a `config.json` or its folder, or a configuration as a dictionary.
+        model: a shipped name ("llama-3.1-8b"), a `config.json` or its folder, or a configuration: transformers' own
+            (`model.config`, anything with `to_dict()`) or a dictionary.
         seq_len: tokens, as a number or "1M" (1,048,576).
         **options: see `make_setup`.
 
@@ -41,7 +41,7 @@ def make_setup(
     *,
     batch: int = 1,
     train: str = "full",
-    lora_rank: int = 16,
+    lora_rank: int = LORA_RANK,
     lora_targets: str = "all-linear",
     dtype: str | None = None,
     master_weights: bool = True,
@@ -92,7 +92,7 @@ def make_setup(
         raise ConfigError(f"dtype is {dtype!r}; choose from {sorted(DTYPES)}")
     if train not in ("full", "lora"):
         raise ConfigError(f"train is {train!r}; it must be 'full' or 'lora'")
-    targets = _ALL_LINEAR if lora_targets == "all-linear" else tuple(name.strip() for name in lora_targets.split(","))
+    targets = ALL_LINEAR if lora_targets == "all-linear" else tuple(name.strip() for name in lora_targets.split(","))
     on_cpu = chosen.name == "cpu"
     training = Training(
         element_bytes=DTYPES[dtype],
@@ -137,8 +137,11 @@ def make_setup(
 def _shape(model) -> ModelShape:
     if isinstance(model, ModelShape):
         return model
-    if isinstance(model, dict):
-        return ModelShape.from_config(model.get("model_type", "model"), model)
+    config = model.to_dict() if hasattr(model, "to_dict") else model
+    if isinstance(config, dict):
+        return ModelShape.from_config(config.get("model_type", "model"), config)
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is a {type(model).__name__}; give a name, a path, or a configuration: model.config")
     return ModelShape.load(model)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from memo_hf.forecasting.activations import ALL_LINEAR, LORA_RANK
 from memo_hf.forecasting.forecast import fits
 from memo_hf.forecasting.setup import Setup
 
@@ -36,8 +39,12 @@ def max_seq_len(setup: Setup) -> int:
 
 def with_gpus(setup: Setup, gpus: int) -> Setup:
     """`setup` on `gpus` GPUs, all of which share the weights, and the sequence as far as its heads allow."""
-    ranks = max(n for n in range(1, gpus + 1) if gpus % n == 0 and setup.model.heads % n == 0 and n <= setup.seq_len)
-    return setup.replace(gpus=gpus, sequence_parallel=ranks, shards=gpus)
+    return setup.replace(gpus=gpus, sequence_parallel=_most_ranks(setup, gpus), shards=gpus)
+
+
+def _most_ranks(setup: Setup, gpus: int) -> int:
+    """How many of `gpus` GPUs can share one sequence of `setup`."""
+    return max(n for n in range(1, gpus + 1) if gpus % n == 0 and setup.model.heads % n == 0 and n <= setup.seq_len)
 
 
 def min_gpus(setup: Setup) -> Setup | None:
@@ -54,11 +61,17 @@ def min_gpus(setup: Setup) -> Setup | None:
 def advise(setup: Setup) -> list[str]:
     """What would make `setup` fit, each checked."""
     found = []
+    ranks = _most_ranks(setup, setup.gpus)
+    if ranks > setup.sequence_parallel and fits(setup.replace(sequence_parallel=ranks)):
+        found.append(f"it fits with each sequence over {ranks} of the {setup.gpus} GPUs (--sequence-parallel {ranks})")
     longest = max_seq_len(setup)
     if longest:
         found.append(f"a sequence of at most {longest} tokens fits")
     if setup.optimizer_device == "device" and fits(setup.replace(optimizer_device="host")):
         found.append("it fits with the optimizer on the host (--optimizer-device host)")
+    adapter = dataclasses.replace(setup.training, lora_rank=LORA_RANK, lora_targets=frozenset(ALL_LINEAR))
+    if setup.training.is_full and fits(setup.replace(training=adapter)):
+        found.append("it fits with LoRA (--train lora)")
     if setup.swap_fraction is not None and fits(setup.replace(swap_fraction=None, qkv=None)):
         found.append("it fits with a swap fraction that is chosen for you")
     if fits(setup.replace(host_bytes=1e18)):
@@ -67,9 +80,7 @@ def advise(setup: Setup) -> list[str]:
     if more is not None and more.gpus > setup.gpus:
         found.append(f"it fits on {more.gpus} GPUs with sequence parallelism over {more.sequence_parallel} of them")
     if not found:
-        found.append(
-            "neither more GPUs nor more host memory make it fit: use a smaller model, LoRA, or a larger device"
-        )
+        found.append("neither more GPUs nor more host memory make it fit: use a smaller model or a larger device")
     if more is None:
         found.append(
             f"no number of GPUs up to {MOST_GPUS:,} suffices: its {setup.model.heads} attention heads bound how many "

@@ -47,7 +47,8 @@ def plot_forecast(setup: Setup, path: str | Path) -> None:
     host.axhline(setup.node_host_bytes / _GIB, color="black", linestyle="--", label="budget")
     device.set(title="device peak", ylabel="GiB")
     host.set(title="host memory of a node", ylabel="GiB")
-    seconds.set(title="step, where it fits", ylabel="seconds", yscale="log")
+    fits = any(row["fits"] for found in rows for row in found)  # a log scale without a value cannot be drawn
+    seconds.set(title="step, where it fits", ylabel="seconds", yscale="log" if fits else "linear")
     for axes in (device, host, seconds):
         axes.set(xlabel="tokens / 1024")
         axes.set_xscale("log", base=2)
