@@ -16,11 +16,12 @@ from long_text import about_num_tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file
 
 from memo_hf import MemoConfig, cli
 from memo_hf.errors import ConfigError, MemoError, did_you_mean
-from memo_hf.forecasting.models import read_config
+from memo_hf.forecasting.models import adapter_base, read_config
 
 OPTIMIZERS = {
     "sgd": "sgd",
@@ -64,11 +65,19 @@ class RecipeParser(HfArgumentParser):
         return options, unknown
 
     def check_model(self, name: str) -> None:
-        """Exit where `name` can only be a folder, and there is none: the hub would answer with pages."""
+        """Exit where `name` can only be a folder, and there is none: the hub would answer with pages. Exit for an
+        adapter too: transformers would load its base, and a new adapter would begin at nothing."""
         like_a_path = name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
         in_a_folder = "/" in name and Path(name).parent.exists()
         if (like_a_path or in_a_folder) and not Path(name).exists():
             self.error(f"--model: there is no folder {name} (recipes/get_checkpoint.py makes one for a trial)")
+        if base := adapter_base(name):
+            is_checkpoint = (Path(name) / "trainer_state.json").exists()
+            checkpoint = name if is_checkpoint else get_last_checkpoint(name) or f"{name}/checkpoint-N"
+            self.error(
+                f"--model: {name} holds an adapter; give its base ({base}) as --model and --resume_from_checkpoint "
+                f"{checkpoint}"
+            )
 
 
 @contextmanager

@@ -121,6 +121,22 @@ def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, 
     assert words in said and len(said) < 1000
 
 
+@pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
+def test_an_adapter_is_not_a_model(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    said = f"{tmp_path} holds an adapter; give its base (some/base) as --model and --resume_from_checkpoint {tmp_path}"
+    for checkpoint, end in (
+        ("", "/checkpoint-N\n"),
+        ("checkpoint-7", "/checkpoint-7\n"),
+        ("checkpoint-40", "/checkpoint-40\n"),
+    ):
+        (tmp_path / checkpoint).mkdir(exist_ok=True)
+        with pytest.raises(SystemExit):
+            importlib.import_module(name).main(["--model", str(tmp_path), "--dataset", "manual", "--use_cpu", "true"])
+        assert capsys.readouterr().err.endswith(said + end)
+
+
 def test_defaults_are_the_same(monkeypatch, recipe):
     import finetune_checkpoint
 
