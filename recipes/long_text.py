@@ -4,8 +4,10 @@ Used by the recipes; copy it into your own project. Nothing is tokenized before 
 sequence at a time, so a sequence may have 1M tokens and the data may be larger than memory.
 """
 
+import functools
 import itertools
 import json
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -147,7 +149,7 @@ def tokenize(row: dict, tokenizer, column: str = "text") -> tuple[np.ndarray, np
 def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndarray]:
     if not messages:
         return np.array([], dtype=np.int64), np.array([], dtype=np.int64)
-    marked = re.search(r"\{%-?\s*generation", tokenizer.chat_template or "") is not None
+    marked = _marks_the_assistant(tokenizer.chat_template or "")
     try:
         chat = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=marked, tokenizer_kwargs={"verbose": False}
@@ -159,6 +161,15 @@ def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndar
         ) from error
     ids = np.array(chat["input_ids"], dtype=np.int64)
     return ids, np.where(chat["assistant_masks"], ids, IGNORED) if marked else ids
+
+
+@functools.cache
+def _marks_the_assistant(template: str) -> bool:
+    """Whether a chat template says which words are the assistant's. Prints, once in a process, what follows if not."""
+    marked = re.search(r"\{%-?\s*generation", template) is not None
+    if template and not marked and int(os.environ.get("RANK", 0)) == 0:
+        print("Note: this chat template marks no assistant words ({% generation %}), so all words are learned.")
+    return marked
 
 
 def long_sequences(

@@ -86,14 +86,18 @@ def chat(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_of_a_chat_the_assistant_is_learned(tokenizer):
+def test_of_a_chat_the_assistant_is_learned(tokenizer, capsys):
     ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), tokenizer)
     assert tokenizer.decode(ids) == "u:hi;a:yo;"
     assert labels.tolist() == [-100] * 7 + ids[7:].tolist()
     unmarked = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    assert capsys.readouterr().out == ""
     unmarked.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
-    assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
+    for _ in range(2):
+        ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
+        assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
+    said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned.\n"
+    assert capsys.readouterr().out == said  # once
 
 
 def test_a_sequence_without_anything_to_learn_is_left_out(tokenizer):
