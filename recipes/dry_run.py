@@ -89,6 +89,15 @@ def without_traceback():
         raise SystemExit(str(error)) from error
 
 
+def config_file(model: str) -> str:
+    """The path of a model's `config.json`, in its folder or fetched from the hub. Exits where there is none."""
+    try:
+        return cached_file(model, "config.json")
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"--model: there is no folder {model} with a config.json; from the hub: {reason}") from error
+
+
 def train(trainer: Trainer) -> None:
     """Train from the beginning, or from the checkpoint that the arguments name: "last" is the newest of `output_dir`.
 
@@ -96,6 +105,11 @@ def train(trainer: Trainer) -> None:
     what was trained before the checkpoint. In a loader of what is dealt out it can.
     """
     checkpoint, accelerator = trainer.args.resume_from_checkpoint, trainer.accelerator
+    folder = Path(trainer.args.output_dir)
+    if checkpoint == "last" and not (folder.is_dir() and get_last_checkpoint(folder)):
+        raise SystemExit(f"--resume_from_checkpoint last: there is no checkpoint in {folder} (--output_dir)")
+    if checkpoint and checkpoint != "last" and not Path(checkpoint).is_dir():
+        raise SystemExit(f"--resume_from_checkpoint {checkpoint}: there is no such folder")
     if checkpoint and trainer.get_sp_size() > 1:
         deal_out = accelerator.deepspeed_ulysses_dl_adapter
         accelerator.deepspeed_ulysses_dl_adapter = lambda *loader_and_model: DataLoader(
@@ -164,7 +178,7 @@ def _model(name: str) -> str:
         read_config(name)
         return name
     except ConfigError:
-        return name if Path(name).exists() else cached_file(name, "config.json")
+        return name if Path(name).exists() else config_file(name)
 
 
 def dry_run(options: argparse.Namespace) -> None:

@@ -31,7 +31,8 @@ def open_documents(source: str, shuffle_seed: int | None = None) -> IterableData
         shuffle_seed: draws files, and rows from a buffer of 100, in an order that this number decides. None: as given.
 
     Raises:
-        SystemExit: a folder without such files, or nothing of that name. While reading: a file that cannot be read.
+        SystemExit: a folder without such files, nothing but empty ones, or nothing of that name. While reading: a file
+            that cannot be read.
     """
     if source == "manual":
         from pydoc_data.topics import topics
@@ -68,6 +69,8 @@ def _files(source: str) -> list[str]:
     found = [str(file) for file in files if file.suffix.lower() in SUFFIXES]
     if not found:
         raise SystemExit(f"{source}: no file there ends in one of {', '.join(SUFFIXES)}")
+    if not any(Path(file).stat().st_size for file in found):
+        raise SystemExit(f"{', '.join(found[:3])}: empty, so there is nothing to learn")
     return found
 
 

@@ -147,8 +147,9 @@ def test_local_files_of_several_kinds(tmp_path):
 
 GOOD = json.dumps({"text": "some words " * 9})
 MISTAKES = {
-    "empty.jsonl": ("", "the text has 0 tokens, 0 of them to be learned, and .* takes 16: a text needs words"),
-    "empty.txt": ("", "the text has 1 tokens, 0 of them to be learned"),
+    "empty.jsonl": ("", r"empty.jsonl: empty, so there is nothing to learn"),
+    "empty.txt": ("", r"/empty.txt: empty, so there is nothing to learn"),
+    "null.jsonl": ('{"text": null}', "the text has 1 tokens, 0 of them to be learned, .*: a text needs words"),
     "latin.txt": ("\xe9".encode("latin-1"), "latin.txt is not UTF-8 .*: save it as UTF-8"),
     "latin.jsonl": ('{"text": "\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8"),
     "broken.jsonl": (f'{GOOD}\n{{"text": "a\n{GOOD}', "broken.jsonl, line 2, is not JSON .*: mend or remove that line"),
