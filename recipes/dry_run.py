@@ -16,11 +16,12 @@ from long_text import about_num_tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file
 
 from memo_hf import MemoConfig, cli
 from memo_hf.errors import ConfigError, MemoError, did_you_mean
-from memo_hf.forecasting.models import read_config
+from memo_hf.forecasting.models import adapter_base, read_config
 
 OPTIMIZERS = {
     "sgd": "sgd",
@@ -64,11 +65,19 @@ class RecipeParser(HfArgumentParser):
         return options, unknown
 
     def check_model(self, name: str) -> None:
-        """Exit where `name` can only be a folder, and there is none: the hub would answer with pages."""
+        """Exit where `name` can only be a folder, and there is none: the hub would answer with pages. Exit for an
+        adapter too: transformers would load its base, and a new adapter would begin at nothing."""
         like_a_path = name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
         in_a_folder = "/" in name and Path(name).parent.exists()
         if (like_a_path or in_a_folder) and not Path(name).exists():
             self.error(f"--model: there is no folder {name} (recipes/get_checkpoint.py makes one for a trial)")
+        if base := adapter_base(name):
+            is_checkpoint = (Path(name) / "trainer_state.json").exists()
+            checkpoint = name if is_checkpoint else get_last_checkpoint(name) or f"{name}/checkpoint-N"
+            self.error(
+                f"--model: {name} holds an adapter; give its base ({base}) as --model and --resume_from_checkpoint "
+                f"{checkpoint}"
+            )
 
 
 @contextmanager
@@ -80,6 +89,15 @@ def without_traceback():
         raise SystemExit(str(error)) from error
 
 
+def config_file(model: str) -> str:
+    """The path of a model's `config.json`, in its folder or fetched from the hub. Exits where there is none."""
+    try:
+        return cached_file(model, "config.json")
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"--model: there is no folder {model} with a config.json; from the hub: {reason}") from error
+
+
 def train(trainer: Trainer) -> None:
     """Train from the beginning, or from the checkpoint that the arguments name: "last" is the newest of `output_dir`.
 
@@ -87,6 +105,11 @@ def train(trainer: Trainer) -> None:
     what was trained before the checkpoint. In a loader of what is dealt out it can.
     """
     checkpoint, accelerator = trainer.args.resume_from_checkpoint, trainer.accelerator
+    folder = Path(trainer.args.output_dir)
+    if checkpoint == "last" and not (folder.is_dir() and get_last_checkpoint(folder)):
+        raise SystemExit(f"--resume_from_checkpoint last: there is no checkpoint in {folder} (--output_dir)")
+    if checkpoint and checkpoint != "last" and not Path(checkpoint).is_dir():
+        raise SystemExit(f"--resume_from_checkpoint {checkpoint}: there is no such folder")
     if checkpoint and trainer.get_sp_size() > 1:
         deal_out = accelerator.deepspeed_ulysses_dl_adapter
         accelerator.deepspeed_ulysses_dl_adapter = lambda *loader_and_model: DataLoader(
@@ -155,7 +178,7 @@ def _model(name: str) -> str:
         read_config(name)
         return name
     except ConfigError:
-        return name if Path(name).exists() else cached_file(name, "config.json")
+        return name if Path(name).exists() else config_file(name)
 
 
 def dry_run(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argumen
 import sys
 from dataclasses import dataclass, field
 
-from dry_run import RecipeParser, say_how_often, train, without_traceback
+from dry_run import RecipeParser, config_file, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> None:
     parser = parser_for(argv)
     ours, training, memo = parser.parse_args_into_dataclasses(argv)
     parser.check_model(ours.model)
+    config_file(ours.model)
 
     seq_len = parse_count(ours.seq_len, "--seq_len")
     say_how_often(ours.dataset, seq_len, training)

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import RecipeParser, dry_run, say_how_often, train, without_traceback
+from dry_run import RecipeParser, config_file, dry_run, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -160,6 +160,7 @@ def main(argv: list[str]) -> None:
     parser.check_model(options.model)
     if options.dry_run:
         return dry_run(options)
+    config_file(options.model)
     recipe, training, memo = parser.parse_args_into_dataclasses(argv)
     seq_len = parse_count(recipe.seq_len, "--seq_len")
     say_how_often(recipe.dataset, seq_len, training)

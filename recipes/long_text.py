@@ -4,8 +4,10 @@ Used by the recipes; copy it into your own project. Nothing is tokenized before 
 sequence at a time, so a sequence may have 1M tokens and the data may be larger than memory.
 """
 
+import functools
 import itertools
 import json
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -29,7 +31,8 @@ def open_documents(source: str, shuffle_seed: int | None = None) -> IterableData
         shuffle_seed: draws files, and rows from a buffer of 100, in an order that this number decides. None: as given.
 
     Raises:
-        SystemExit: a folder without such files, or nothing of that name. While reading: a file that cannot be read.
+        SystemExit: a folder without such files, nothing but empty ones, or nothing of that name. While reading: a file
+            that cannot be read.
     """
     if source == "manual":
         from pydoc_data.topics import topics
@@ -66,6 +69,8 @@ def _files(source: str) -> list[str]:
     found = [str(file) for file in files if file.suffix.lower() in SUFFIXES]
     if not found:
         raise SystemExit(f"{source}: no file there ends in one of {', '.join(SUFFIXES)}")
+    if not any(Path(file).stat().st_size for file in found):
+        raise SystemExit(f"{', '.join(found[:3])}: empty, so there is nothing to learn")
     return found
 
 
@@ -147,7 +152,7 @@ def tokenize(row: dict, tokenizer, column: str = "text") -> tuple[np.ndarray, np
 def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndarray]:
     if not messages:
         return np.array([], dtype=np.int64), np.array([], dtype=np.int64)
-    marked = re.search(r"\{%-?\s*generation", tokenizer.chat_template or "") is not None
+    marked = _marks_the_assistant(tokenizer.chat_template or "")
     try:
         chat = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=marked, tokenizer_kwargs={"verbose": False}
@@ -159,6 +164,15 @@ def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndar
         ) from error
     ids = np.array(chat["input_ids"], dtype=np.int64)
     return ids, np.where(chat["assistant_masks"], ids, IGNORED) if marked else ids
+
+
+@functools.cache
+def _marks_the_assistant(template: str) -> bool:
+    """Whether a chat template says which words are the assistant's. Prints, once in a process, what follows if not."""
+    marked = re.search(r"\{%-?\s*generation", template) is not None
+    if template and not marked and int(os.environ.get("RANK", 0)) == 0:
+        print("Note: this chat template marks no assistant words ({% generation %}), so all words are learned.")
+    return marked
 
 
 def long_sequences(

@@ -372,6 +372,9 @@ def test_a_name_of_the_hub_is_shipped_and_a_folder_without_a_config_is_not(tmp_p
     (tmp_path / "meta-llama" / "Llama-3.1-8B").mkdir(parents=True)
     assert main(["plan", *arguments]) == 2
     assert "is neither a config.json" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    assert main(["plan", "--model", str(tmp_path), "--seq-len", "1K"]) == 2
+    assert f"{tmp_path} holds an adapter; give its base (some/base)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

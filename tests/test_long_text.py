@@ -86,14 +86,18 @@ def chat(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_of_a_chat_the_assistant_is_learned(tokenizer):
+def test_of_a_chat_the_assistant_is_learned(tokenizer, capsys):
     ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), tokenizer)
     assert tokenizer.decode(ids) == "u:hi;a:yo;"
     assert labels.tolist() == [-100] * 7 + ids[7:].tolist()
     unmarked = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    assert capsys.readouterr().out == ""
     unmarked.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
-    assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
+    for _ in range(2):
+        ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
+        assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
+    said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned.\n"
+    assert capsys.readouterr().out == said  # once
 
 
 def test_a_sequence_without_anything_to_learn_is_left_out(tokenizer):
@@ -143,8 +147,9 @@ def test_local_files_of_several_kinds(tmp_path):
 
 GOOD = json.dumps({"text": "some words " * 9})
 MISTAKES = {
-    "empty.jsonl": ("", "the text has 0 tokens, 0 of them to be learned, and .* takes 16: a text needs words"),
-    "empty.txt": ("", "the text has 1 tokens, 0 of them to be learned"),
+    "empty.jsonl": ("", r"empty.jsonl: empty, so there is nothing to learn"),
+    "empty.txt": ("", r"/empty.txt: empty, so there is nothing to learn"),
+    "null.jsonl": ('{"text": null}', "the text has 1 tokens, 0 of them to be learned, .*: a text needs words"),
     "latin.txt": ("\xe9".encode("latin-1"), "latin.txt is not UTF-8 .*: save it as UTF-8"),
     "latin.jsonl": ('{"text": "\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8"),
     "broken.jsonl": (f'{GOOD}\n{{"text": "a\n{GOOD}', "broken.jsonl, line 2, is not JSON .*: mend or remove that line"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import disable_progress_bars
+from huggingface_hub import constants
 from tiny_checkpoint import write_checkpoint
 from transformers import LlamaForCausalLM
 
@@ -102,6 +103,9 @@ MISTAKES = [
     (["--swap_fraction", "5"], "swap_fraction is 5.0; it must be"),
     (["--seq_len", "4k8"], "--seq_len: cannot read '4k8'"),
     (["--model", "outputs/nowhere"], "--model: there is no folder outputs/nowhere"),
+    (["--model", "nowhere"], "--model: there is no folder nowhere with a config.json; from the hub: "),
+    (["--resume_from_checkpoint", "last", "--full"], "--resume_from_checkpoint last: there is no checkpoint in "),
+    (["--resume_from_checkpoint", "x/checkpoint-2", "--full"], "checkpoint x/checkpoint-2: there is no such folder"),
     (["--model", "path/to/nowhere"], "--model: there is no folder path/to/nowhere"),
     (["--host_memory", "1KiB", "--swap_fraction", "1", "--full"], "host memory does not suffice"),
 ]
@@ -111,6 +115,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake, words", MISTAKES, ids=[" ".join(mistake[:2]) for mistake, _ in MISTAKES])
 def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, name, mistake, words):
     monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     disable_progress_bars()
     settings = ["--dataset", "manual", "--seq_len", "4096", "--max_steps", "1", "--use_cpu", "true"]
     with pytest.raises(SystemExit) as ended:
@@ -119,6 +124,22 @@ def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, 
         )
     said = capsys.readouterr().err if ended.value.code == 2 else ended.value.code
     assert words in said and len(said) < 1000
+
+
+@pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
+def test_an_adapter_is_not_a_model(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    said = f"{tmp_path} holds an adapter; give its base (some/base) as --model and --resume_from_checkpoint {tmp_path}"
+    for checkpoint, end in (
+        ("", "/checkpoint-N\n"),
+        ("checkpoint-7", "/checkpoint-7\n"),
+        ("checkpoint-40", "/checkpoint-40\n"),
+    ):
+        (tmp_path / checkpoint).mkdir(exist_ok=True)
+        with pytest.raises(SystemExit):
+            importlib.import_module(name).main(["--model", str(tmp_path), "--dataset", "manual", "--use_cpu", "true"])
+        assert capsys.readouterr().err.endswith(said + end)
 
 
 def test_defaults_are_the_same(monkeypatch, recipe):

@@ -198,6 +198,11 @@ def test_a_trainer_prints_the_line_once_and_saves_the_report(tmp_path, capsys):
     assert (tmp_path / "report.txt").read_text() == trainer.memo_report
     assert json.loads((tmp_path / "report.json").read_text())["forwards"] == 3
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    trainer.save_memo_report(tmp_path / "no" / "folder" / "metered.txt", device_peak_bytes=2 * 10**6)
+    metered = (tmp_path / "no" / "folder" / "metered.txt").read_text()
+    assert ", measured 1.91 MiB" in metered and "not measured" not in metered
+    assert ", not measured; to have it beside" in trainer.memo_report
+    assert "trainer.save_memo_report(path, meter.peak_bytes)" in trainer.memo_report
     for name in ("report.md", "report"):
         with pytest.raises(ConfigError, match="end the name in"):
             trainer.save_memo_report(tmp_path / name)

@@ -76,6 +76,14 @@ SHIPPED: dict[str, dict] = {
 }
 
 
+def adapter_base(folder: str | Path) -> str | None:
+    """The model that the PEFT adapter in `folder` was trained on, as it names it; None where no adapter is there."""
+    file = Path(folder) / "adapter_config.json"
+    if not file.is_file():
+        return None
+    return json.loads(file.read_text()).get("base_model_name_or_path") or "the model it was trained on"
+
+
 def read_config(name_or_path: str | Path) -> tuple[str, dict]:
     """A model's name and configuration.
 
@@ -84,10 +92,12 @@ def read_config(name_or_path: str | Path) -> tuple[str, dict]:
             a folder that holds one.
 
     Raises:
-        ConfigError: neither a shipped name nor a readable configuration.
+        ConfigError: neither a shipped name nor a readable configuration, or an adapter.
     """
     path = Path(name_or_path)
     is_folder = path.is_dir()
+    if base := adapter_base(path):
+        raise ConfigError(f"model: {name_or_path} holds an adapter; give its base ({base})")
     if is_folder:
         path = path / "config.json"
     if path.is_file():

@@ -89,11 +89,12 @@ class MemoTrainerMixin:
             self.remove_callback(self._memo_figures)
             session.close()
 
-    def save_memo_report(self, path: str | Path) -> None:
+    def save_memo_report(self, path: str | Path, device_peak_bytes: int | None = None) -> None:
         """Write what memo_hf does or did in the last training loop, from the main process.
 
         Args:
-            path: .html for a page with plots (which needs matplotlib), .json, or .txt.
+            path: .html for a page with plots (which needs matplotlib), .json, or .txt. Missing folders are made.
+            device_peak_bytes: of a step, as you measured it. Not given: as for `session.report`.
 
         Raises:
             ConfigError: another suffix, or matplotlib is missing.
@@ -104,7 +105,10 @@ class MemoTrainerMixin:
         report = self.memo_session.run_report() if self.memo_session is not None else self._memo_run_report
         if report is None:
             raise MemoError("there is nothing to report: no training loop has run with memo_hf; call train() first")
+        if device_peak_bytes is not None:
+            report = report.with_device_peak(device_peak_bytes)
         if self.is_world_process_zero():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(report.render(formats[suffix]))
 
     def training_step(self, *args, **kwargs):

@@ -53,6 +53,13 @@ class RunReport:
     device_budget_bytes: float | None = None
     address_map: Placement | None = None
 
+    def with_device_peak(self, measured_bytes: int) -> RunReport:
+        """This report, with the peak of the device as somebody measured it beside the forecast's, if there is one."""
+        if self.forecast is None:
+            return self
+        peak = ("device peak", "B", self.forecast.device_bytes, measured_bytes)
+        return dataclasses.replace(self, compared=(peak, *(row for row in self.compared if row[0] != "device peak")))
+
     def render(self, format: str) -> str:
         """The report as "text", "json" or "html". Raises `ConfigError` for another format, or without matplotlib."""
         if format not in FORMATS:

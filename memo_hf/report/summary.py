@@ -64,7 +64,7 @@ def _device_peak(figures, forecast) -> list[str]:
         lines.append(
             f"  device peak: forecast {format_bytes(forecast.device_bytes)}, not measured; to have it beside, make the "
             "model and train in `with memo_hf.allocator.meter.AllocatorMeter() as meter:` and call "
-            "session.report(meter.peak_bytes)"
+            "session.report(meter.peak_bytes), under Trainer trainer.save_memo_report(path, meter.peak_bytes)"
         )
     without = ", ".join(f"{name} {format_bytes(size)}" for name, size in forecast.device_bytes_without.items())
     return lines + [f"  without memo_hf, by forecast: {without}"]
