@@ -172,7 +172,8 @@ def _signature(function) -> str:
             if not any(text.startswith("*") for text in shown):
                 shown.append("*")
         prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        default = "..." if parameter.default is ... else repr(parameter.default)
+        default = "" if parameter.default is parameter.empty else f"={default}"
         shown.append(prefix + parameter.name + default)
     return f"({', '.join(shown)})"
 

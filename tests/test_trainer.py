@@ -193,6 +193,15 @@ def test_refuses_wrong_settings(tmp_path, data):  # case 121
             MemoTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=data, memo=memo)
 
 
+def test_a_trainer_without_memo_says_so(tmp_path, data):
+    with pytest.warns(UserWarning, match=r"MemoTrainer was made without memo=.* Write memo=MemoConfig\(\)") as said:
+        trainer = MemoTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=data)
+    assert len(said) == 1 and said[0].filename == __file__ and trainer.memo_config is None
+    MemoTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=data, memo=None)
+    with pytest.raises(ConfigError, match=r"memo is True; write memo=MemoConfig\(\)"):
+        MemoTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=data, memo=True)
+
+
 def test_model_init_and_batch_size_search(tmp_path, data):
     args = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=4)
 

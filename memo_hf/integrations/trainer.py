@@ -32,7 +32,8 @@ class MemoTrainerMixin:
     """Adds the argument `memo` to a Trainer: `class MySFTTrainer(MemoTrainerMixin, SFTTrainer)`.
 
     Args:
-        memo: a `MemoConfig`, a dictionary of its settings, or None, which leaves the Trainer exactly as it is.
+        memo: a `MemoConfig`, a dictionary of its settings, or None, which leaves the Trainer exactly as it is. So it is
+            where `memo` is not given at all, with a warning.
         The others are the Trainer's own.
 
     Attributes:
@@ -53,7 +54,16 @@ class MemoTrainerMixin:
         UnsupportedModelError: from `train()`, for a model that memo_hf cannot run.
     """
 
-    def __init__(self, *args, memo: MemoConfig | dict | None = None, **kwargs):
+    def __init__(self, *args, memo: MemoConfig | dict | None = ..., **kwargs):
+        if isinstance(memo, bool):
+            raise ConfigError(f"memo is {memo}; write memo=MemoConfig(), or memo=None to train without memo_hf")
+        if memo is ...:
+            warnings.warn(
+                f"{type(self).__name__} was made without memo=, so it trains without memo_hf. Write memo=MemoConfig() "
+                "to train with it, memo=None to be rid of this line",
+                stacklevel=2,
+            )
+            memo = None
         self.memo_config = None if memo is None else as_config(memo)
         self.memo_session = None
         self.memo_stats = self.memo_report = self._memo_run_report = None
