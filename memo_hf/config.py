@@ -46,8 +46,9 @@ class MemoConfig:
 
     swap_fraction: float | None = _option(
         None,
-        "Fraction of tokens, 0 to 1, whose skeletal activations are swapped to host memory rather than recomputed "
-        "(the paper's alpha, section 4.1). Not set: chosen for you.",
+        "Share of the tokens, 0 to 1, whose activations are swapped to host memory rather than recomputed (the paper's "
+        "alpha, section 4.1). 0 takes the least memory on the device and the most recomputing; more saves time and "
+        "takes host memory, and more of the device's. Not set: chosen for you.",
     )
     chunk_size: int | None = _option(
         None, "Tokens, over the whole batch, that go through project or finish at once. Not set: chosen for you."
