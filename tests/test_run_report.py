@@ -319,6 +319,12 @@ def test_untouched_batches_are_told_in_plain_words(tmp_path, monkeypatch, capsys
     trainer.add_callback(Bar)
     trainer.train()
     assert shown[-1].startswith("memo_hf: untouched: 3 of 3 batches were shorter than min_tokens=2,048, ")
+    first, rest = trainer.memo_report.split("\n", 1)
+    said = "untouched: 3 of 3 batches were shorter than min_tokens=2,048"
+    assert first == f"memo_hf ran on no batch ({said}). MemoConfig(min_tokens=0) runs it on all"
+    assert said not in rest
+    trainer.save_memo_report(tmp_path / "report.html")
+    assert f"<pre>{first}\n" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["plan.yaml", "plan", "plan.json.gz"])

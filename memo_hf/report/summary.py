@@ -49,7 +49,8 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
     ]
     if stats.serving.allocator == "planned":
         lines.append(f"  {stats.serving.describe()}")
-    if untouched := stats.untouched(min_tokens):
+    untouched = stats.untouched(min_tokens)
+    if untouched and stats.forwards:  # else the report begins with it
         lines.append(f"  {untouched}")
     for line in compared(figures):
         told = untouched and line.startswith("  device peak") and "warning" in line
