@@ -222,7 +222,9 @@ def test_checkpointing_that_is_only_a_default_is_turned_off(tmp_path, tokenizer)
     assert args.gradient_checkpointing  # the user's own arguments are left alone
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plain = MemoSFTTrainer(model=tiny_llama(), args=args, train_dataset=random_rows(), processing_class=tokenizer)
+        plain = MemoSFTTrainer(
+            model=tiny_llama(), args=args, train_dataset=random_rows(), memo=None, processing_class=tokenizer
+        )
     assert getattr(plain.args, CHECKPOINTING)
 
 
@@ -241,4 +243,4 @@ def test_refuses_trl_s_activation_offloading(
     kwargs = dict(model=model, args=args, train_dataset=rows(kind), processing_class=tokenizer)
     with pytest.raises(ConfigError, match="activation_offloading=False.*or train without memo_hf: memo=None"):
         trainer_class(**kwargs, memo=MEMO)
-    assert trainer_class(**kwargs).args.activation_offloading
+    assert trainer_class(**kwargs, memo=None).args.activation_offloading
