@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from long_text import about_num_tokens
+from long_text import about_num_tokens, num_documents
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
@@ -127,14 +127,16 @@ class _Stream(IterableDataset):
 
 
 def say_how_often(dataset: str, seq_len: int, training: TrainingArguments) -> None:
-    """Print, once for all ranks, that the text is repeated, where it is and its size is at hand."""
-    num_tokens = about_num_tokens(dataset)
+    """Print, once for all ranks, how much text there is and how often it is read, where its size is at hand."""
+    num_tokens, documents = about_num_tokens(dataset), num_documents(dataset)
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     step_tokens = seq_len * sequences // ParallelismConfig().sp_size
-    if training.process_index == 0 and num_tokens and training.max_steps * step_tokens > num_tokens:
+    if training.process_index == 0 and num_tokens:
+        size, times = (float(f"{n:.2g}") for n in (num_tokens, training.max_steps * step_tokens / num_tokens))
+        counted = "" if documents is None else f"{documents:,} document{'s' if documents > 1 else ''} with "
         print(
-            f"The text has about {float(f'{num_tokens:.2g}'):,.0f} tokens: {training.max_steps:,} steps of "
-            f"{step_tokens:,} read it about {training.max_steps * step_tokens / num_tokens:,.1f} times."
+            f"The text has {counted}about {size:,.0f} tokens: {training.max_steps:,} steps of "
+            f"{step_tokens:,} read it about {times:,g} times."
         )
 
 

@@ -10,6 +10,8 @@ field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argumen
 
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 
 from dry_run import RecipeParser, config_file, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents
@@ -77,6 +79,10 @@ def main(argv: list[str]) -> None:
         tokenizer.save_pretrained(training.output_dir)
         print(trainer.memo_report or "Trained without memo_hf.")
         print(f"Saved to {training.output_dir}")
+        if ours.memo:
+            report = Path(training.output_dir) / f"memo_report.{'html' if find_spec('matplotlib') else 'txt'}"
+            trainer.save_memo_report(report)
+            print(f"The report is in {report}")
     trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
 
 

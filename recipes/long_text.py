@@ -38,8 +38,7 @@ def open_documents(source: str, shuffle_seed: int | None = None) -> IterableData
         from pydoc_data.topics import topics
 
         documents = Dataset.from_dict({"text": list(topics.values())}).to_iterable_dataset()
-    elif source == "stdlib" or Path(source).exists():
-        files = _stdlib_files() if source == "stdlib" else _files(source)
+    elif (files := _local_files(source)) is not None:
         documents = IterableDataset.from_generator(_read, gen_kwargs={"files": files})
     else:
         documents = _from_hub(source)
@@ -50,12 +49,25 @@ def about_num_tokens(source: str) -> int | None:
     """Tokens of `source`, as for `open_documents`, at four bytes each; None where its size is not at hand."""
     if source == "manual":
         return sum(len(row["text"]) for row in open_documents(source)) // 4
-    if source != "stdlib" and not Path(source).exists():
+    files = _local_files(source)
+    if files is None or any(file.lower().endswith(".parquet") for file in files):  # compressed
         return None
-    files = [Path(file) for file in (_stdlib_files() if source == "stdlib" else _files(source))]
-    if any(file.suffix.lower() == ".parquet" for file in files):  # compressed
-        return None
-    return sum(file.stat().st_size for file in files) // 4
+    return sum(Path(file).stat().st_size for file in files) // 4
+
+
+def num_documents(source: str) -> int | None:
+    """Documents of `source`, as for `open_documents`; None where it takes reading them to know."""
+    if source == "manual":
+        return sum(1 for _ in open_documents(source))
+    files = _local_files(source)
+    one_each = files is not None and all(file.lower().endswith((".txt", ".md", ".py")) for file in files)
+    return len(files) if one_each else None
+
+
+def _local_files(source: str) -> list[str] | None:
+    if source == "stdlib":
+        return _stdlib_files()
+    return _files(source) if Path(source).exists() else None
 
 
 def _stdlib_files() -> list[str]:

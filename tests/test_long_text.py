@@ -130,6 +130,9 @@ def test_local_files_of_several_kinds(tmp_path):
     shuffled = [[row["text"] for row in long_text.open_documents(str(tmp_path), shuffle_seed=s)] for s in (1, 1, 2)]
     assert shuffled[0] == shuffled[1] != shuffled[2] and sorted(shuffled[2]) == sorted(everything)
     assert [row["text"] for row in long_text.open_documents(str(tmp_path / "a.txt"))] == ["one\ntwo"]
+    counts = {"deep": 1, "a.txt": 1, "c.jsonl": None, ".": None, "none": None}
+    assert {name: long_text.num_documents(str(tmp_path / name)) for name in counts} == counts
+    assert long_text.num_documents("manual") == len(list(long_text.open_documents("manual")))
     assert long_text.about_num_tokens(str(tmp_path / "deep")) == len("three\n\nfour") // 4
     Dataset.from_dict({"text": ["eight"]}).to_parquet(tmp_path / "d.parquet")
     assert [row["text"] for row in long_text.open_documents(str(tmp_path / "d.parquet"))] == ["eight"]

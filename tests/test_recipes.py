@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,7 @@ def test_the_flagship_trains_compares_saves_and_reloads_on_two_ranks(checkpoint,
 def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(RECIPES))
     disable_progress_bars()
+    pytest.importorskip("matplotlib")
     import finetune_checkpoint
 
     chats = tmp_path / "chats.jsonl"
@@ -74,7 +76,10 @@ def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch, capsys):
         ["--model", str(checkpoint), "--dataset", str(chats), "--full", "--dtype", "float32", "--seq_len", "64",
          "--max_steps", "9", "--chunk_size", "16", "--use_cpu", "true", "--output_dir", str(output)]
     )  # fmt: skip
-    assert f"tokens: 9 steps of 64 read it about {9 * 64 / size:.1f} times." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(rf"text has about [\d,]+ tokens: 9 steps of 64 read it about {9 * 64 / size:.2g} times\.", said)
+    assert (output / "memo_report.html").read_text().startswith("<!DOCTYPE html>")
+    assert f"The report is in {output / 'memo_report.html'}" in said
     trained, before = (LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (output, checkpoint))
     assert trained.keys() == before.keys()
     assert any((trained[name] != before[name]).any() for name in before)
