@@ -126,7 +126,7 @@ def test_what_has_been_offloaded_already_is_not_counted_twice(monkeypatch):
     for settings, expected in (
         ({}, [offloaded, offloaded - 1000, 0]),
         ({"host_memory": "1GiB"}, [offloaded] * 3),  # a budget set by hand is not what is free now
-        ({"host_memory_for_others": "7"}, [7] * 3),
+        ({"host_memory_for_others": "7B"}, [7] * 3),
     ):
         session = memo_hf.enable(model, memo_hf.MemoConfig(**settings))
         for taken, bytes_to_come in zip((0, 1000, 2 * offloaded), expected, strict=True):
