@@ -1,18 +1,17 @@
 """What only a GPU can show, part by part, each in a process of its own: what one loses leaves the others alone.
 
     python benchmarks/gpu_check.py                               all parts, on a GPU of 80 to 140 GB, in 8 minutes
-    python benchmarks/gpu_check.py --parts gradients,allocator   some of them
+    python benchmarks/gpu_check.py --parts gradients,steps       some of them
     python benchmarks/gpu_check.py --device cpu                  the same code at toy sizes, so that it is known to run
 
 gradients     against the plain run, fp32 and bf16, full and LoRA, several families, swap fractions 0, 0.5 and 1
 qlora         the same on bitsandbytes' 4-bit weights, where bitsandbytes is installed
 doctor        what `memo-hf doctor` finds: link bandwidth each way, whether pinning works, a training step
-planned, stock, expandable    training under memo_hf's planned allocator, torch's own, and that with
-              expandable_segments: losses, peak and reserved bytes, step time
 steps         peak bytes, step time and MFU of a Llama of 8B width beside checkpointing (`gpu_steps.py`), the share of
               copies that runs while kernels run, and the forecast beside what was measured
 
 Writes benchmarks/results/gpu_check.json, each part as soon as it ends. Exits with 1 where a part failed.
+`gpu_allocator.py` compares allocators, each in a process of its own.
 """
 
 from __future__ import annotations

@@ -449,8 +449,8 @@ class Planner:
 
     def _learn_rest(self) -> None:
         """Steps of a shape end. What they took beside the layers was more in the measured step, a process's first."""
-        measured, predicted = self._times.median, self._predicted_seconds()
-        if measured is not None and predicted is not None:
+        measured = self._times.median
+        if measured is not None and self._predicted_seconds() is not None:
             beside = max(0.0, measured - self._predicted_layers())
             self._rest_per_token = beside / self._times.shape.num_tokens
 
