@@ -118,6 +118,17 @@ def train(trainer: Trainer) -> None:
     trainer.train(resume_from_checkpoint=checkpoint == "last" or checkpoint)
 
 
+def leave_the_ranks(trainer: Trainer) -> None:
+    """End what the ranks have together, in order and not as their processes happen to end.
+
+    DDP goes first: where it is the last to hold gloo's group, it waits for gloo's threads and lets no Python run, which
+    is what one of them may wait for.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
+
+
 class _Stream(IterableDataset):
     def __init__(self, batches):
         self.batches = batches

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from dry_run import RecipeParser, config_file, say_how_often, train, without_traceback
+from dry_run import RecipeParser, config_file, leave_the_ranks, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
             report = Path(training.output_dir) / f"memo_report.{'html' if find_spec('matplotlib') else 'txt'}"
             trainer.save_memo_report(report)
             print(f"The report is in {report}")
-    trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
+    leave_the_ranks(trainer)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import RecipeParser, config_file, dry_run, say_how_often, train, without_traceback
+from dry_run import RecipeParser, config_file, dry_run, leave_the_ranks, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> None:
             print(
                 f"Loaded from there, the model goes on from the prompt:\n  {generate_from(training, recipe, tokenizer)}"
             )
-    trainer.accelerator.end_training()  # the ranks part in order, not as their processes happen to end
+    leave_the_ranks(trainer)
 
 
 if __name__ == "__main__":
