@@ -5,7 +5,8 @@
 Each case trains a small random model with AdamW. Addresses are those of the recorded step, planned in two levels and
 flat. Memory and time are of sessions with the planned and with the stock allocator in turns, in one process; the peak
 of the process is Linux's own, above what it was before the session, with glibc's free memory returned beforehand.
-Appends a row per case to a CSV file, and prints each bar as kept or missed.
+Appends a row per case to a CSV file, and prints each bar as kept or missed. With --whole-runs N, sessions of N steps
+that plan for themselves are timed from first to last step, planning included, beside sessions with the stock allocator.
 """
 
 from __future__ import annotations
@@ -133,6 +134,29 @@ class Training:
         return peak
 
 
+def whole_runs(case: str, arguments) -> None:
+    """Times whole sessions in turns: `allocator` not set, with nothing saved before, and stock."""
+    seconds = {None: [], "stock": []}
+    for number in range(arguments.rounds + 1):
+        for allocator in [None, "stock"] if number % 2 else ["stock", None]:
+            with tempfile.TemporaryDirectory() as folder:
+                training = Training(case, arguments.tokens, folder)
+                session = training.session(allocator)
+                seconds[allocator].append(sum(training.step() for _ in range(arguments.whole_runs)))
+                if allocator is None:
+                    print(f"  {session.stats.serving.describe()}")
+                session.close()
+    # The first of each loads kernels.
+    by_itself, stock = seconds[None][1:], seconds["stock"][1:]
+    ratios = [ours / theirs for ours, theirs in zip(by_itself, stock, strict=True)]
+    print(
+        f"{case}, {arguments.tokens} tokens, {arguments.whole_runs} steps: {statistics.median(by_itself):.1f} s, "
+        f"with the stock allocator {statistics.median(stock):.1f} s; median of {len(ratios)} ratios "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        flush=True,
+    )
+
+
 def resident_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
@@ -204,6 +228,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a session")
     parser.add_argument("--seconds", type=float, default=3, help="for each of two plans")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/allocator.csv"))
+    parser.add_argument("--whole-runs", type=int, metavar="STEPS", help="only time whole sessions of so many steps")
     parser.add_argument("--traces", type=Path, help="only write the recorded steps here, for bench_places.py --trace")
     arguments = parser.parse_args()
     serving.PLANNING_SECONDS = arguments.seconds
@@ -213,6 +238,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 trace = Training(case, arguments.tokens, folder).plan()
             write_trace(trace, arguments.traces / f"{case}-{arguments.tokens}.csv")
+        return
+    if arguments.whole_runs:
+        for case in arguments.only.split(","):
+            whole_runs(case, arguments)
         return
     setting = dict(
         date=datetime.date.today().isoformat(),

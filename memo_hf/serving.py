@@ -23,15 +23,22 @@ from memo_hf.allocator import cuda, native
 from memo_hf.allocator.memory import MemoryStats
 from memo_hf.allocator.planned import PlannedAllocator
 from memo_hf.config import MemoConfig
+from memo_hf.errors import MemoError
 from memo_hf.planner.problem import Placement
 from memo_hf.planner.trace import Trace
 from memo_hf.report.stats import ServingStats
 
 PLANNING_SECONDS = 20.0  # beside training; on steps of a few thousand requests more has not helped
+# A CPU that serves planned addresses gains a few percent of each step (docs/allocator.md), and planning them takes a
+# core for up to some seconds: a run that ends before this many steps would not get them back.
+STEPS_BEFORE_PLANNING = 32
 
 
 class Serving:
-    """The planned allocator of one session, where `config` asks for it; does nothing otherwise.
+    """The planned allocator of one session, where `config` asks for it or leaves it open and it pays.
+
+    Left open, memory is planned on a CPU from step `STEPS_BEFORE_PLANNING` on, and on CUDA where its allocator has been
+    put in charge; whatever stands in the way leaves the stock allocator, and the reason in `stats`.
 
     Args:
         model: whose steps these are.
@@ -44,22 +51,21 @@ class Serving:
 
     def __init__(self, model: nn.Module, config: MemoConfig):
         self._model, self._config = model, config
-        self._is_on = config.allocator == "planned"
+        self._is_on = config.allocator != "stock"
+        self._is_asked_for = config.allocator == "planned"
+        self._num_steps = 0
         self._allocator: PlannedAllocator | None = None
         self._device: torch.device | None = None
         self._in_step = self._has_stepped = False
         self._began: MemoryStats | None = None
-        self._last = ServingStats(config.allocator)
+        waits = f"addresses are planned after {STEPS_BEFORE_PLANNING} steps"
+        self._last = ServingStats(config.allocator or "stock", "asked for" if config.allocator else waits)
         self._end = lambda: None  # of the allocator
         self._remove_hooks = lambda: None
         if not self._is_on:
             return
-        if next(model.parameters()).is_cuda:
-            cuda.installed_library()
-        else:
-            native.load_cpu_library()
-            if torch.cuda.is_available() and not torch.cuda.is_initialized():
-                cuda.install()  # the model may move there before it is trained
+        if self._is_asked_for:
+            self._require_libraries()
         # All optimizers' hooks: weak, since they would keep the model alive.
         me = weakref.ref(self)
         hooks = (
@@ -72,21 +78,47 @@ class Serving:
         """A training forward pass begins: of the step that is on, where it adds to gradients, or of a new one."""
         if not self._is_on:
             return
-        adds = any(parameter.grad is not None for parameter in self._model.parameters())
-        if self._allocator is None or self._device != device:
+        if self._device != device:
             self._close_allocator()
-            self._allocator = PlannedAllocator(
-                device, self._fingerprint(device), folder=self._folder(), time_limit_seconds=PLANNING_SECONDS
-            )
             self._device = device
-            self._end = weakref.finalize(self, self._allocator.close)
-            self._began = self._allocator.stats
+        if self._allocator is None and not self._open_allocator():
+            return
+        adds = any(parameter.grad is not None for parameter in self._model.parameters())
         if not (self._in_step and adds) or self._has_stepped:
             self._has_stepped, self._in_step = False, True
             # Gradients that are there are added to, which asks for other memory than making them.
             there = ", gradients are there" if adds else ""
             self._allocator.begin_step(f"{batch_size} x {num_tokens} tokens{there}")
         self._allocator.mark("before the layers")
+
+    def _require_libraries(self) -> None:
+        if next(self._model.parameters()).is_cuda:
+            cuda.installed_library()
+            return
+        native.load_cpu_library()
+        if torch.cuda.is_available() and not torch.cuda.is_initialized():
+            cuda.install()  # the model may move there before it is trained
+
+    def _open_allocator(self) -> bool:
+        """Puts the planned allocator in charge. False where it is left open whether to, and it is not the time."""
+        is_early = self._device.type == "cpu" and self._num_steps < STEPS_BEFORE_PLANNING
+        if is_early and not self._is_asked_for:
+            return False
+        try:
+            self._allocator = PlannedAllocator(
+                self._device,
+                self._fingerprint(),
+                folder=self._folder(),
+                time_limit_seconds=PLANNING_SECONDS,
+            )
+        except MemoError as error:
+            if self._is_asked_for:
+                raise
+            self._is_on, self._last = False, ServingStats("stock", str(error))
+            return False
+        self._end = weakref.finalize(self, self._allocator.close)
+        self._began = self._allocator.stats
+        return True
 
     def mark(self, phase: str) -> None:
         """What is requested from now on belongs to `phase`. Nothing happens outside of steps."""
@@ -114,6 +146,7 @@ class Serving:
         asked = served + now.num_missed + now.num_conflicts - began.num_missed - began.num_conflicts
         return ServingStats(
             "planned",
+            "asked for" if self._is_asked_for else "it pays",
             served / asked if asked else None,
             now.arena_bytes,
             now.planned_bytes - began.planned_bytes,
@@ -148,7 +181,10 @@ class Serving:
 
     def _optimizer_ends(self) -> None:
         # What comes until the next forward pass, such as the next batch, has no fixed place. A second optimizer has.
-        if self._in_step and not _is_in_backward():
+        if _is_in_backward():
+            return
+        self._num_steps += 1
+        if self._in_step:
             self._has_stepped = True
             self._allocator.pause()
 
@@ -156,13 +192,13 @@ class Serving:
         chosen = self._config.plan_folder
         return Path.home() / ".cache" / "memo_hf" if chosen is None else Path(chosen)
 
-    def _fingerprint(self, device: torch.device) -> str:
+    def _fingerprint(self) -> str:
         """All that the requests of this model's steps depend on, but for the shape of the batch."""
         parts = [type(self._model).__name__, repr(self._config), str(getattr(self._model, "config", ""))]
         parts += [f"{name} {p.dtype} {tuple(p.shape)} {p.requires_grad}" for name, p in self._model.named_parameters()]
         what = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
         releases = f"memo_hf {memo_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-        return f"{type(self._model).__name__} {what}, {device}, {torch.get_num_threads()} threads, {releases}"
+        return f"{type(self._model).__name__} {what}, {self._device}, {torch.get_num_threads()} threads, {releases}"
 
 
 def _is_in_backward() -> bool:

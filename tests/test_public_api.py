@@ -60,7 +60,7 @@ def test_config():
         "min_tokens": "int | None",
         "unswapped_layers": "int",
         "mode": "str",
-        "allocator": "str",
+        "allocator": "str | None",
         "plan_folder": "str | None",
         "chunked_loss": "bool",
     }
@@ -75,7 +75,7 @@ def test_config():
         "min_tokens": None,
         "unswapped_layers": 2,
         "mode": "auto",
-        "allocator": "stock",
+        "allocator": None,
         "plan_folder": None,
         "chunked_loss": True,
     }

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import memo_hf
 from memo_hf.allocator.memory import DeviceMemory
+from memo_hf.allocator.native import NativeLibraryError
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError, HostMemoryError, MemoError, UnsupportedModelError
 from memo_hf.serving import ServingStats
@@ -26,8 +27,8 @@ def planned(tmp_path, monkeypatch):
     sessions = []
 
     def open_session(model, **settings):
-        settings = {**TOKEN, "plan_folder": str(tmp_path), **settings}
-        sessions.append(enabled(model, allocator="planned", **settings))
+        settings = {**TOKEN, "plan_folder": str(tmp_path), "allocator": "planned", **settings}
+        sessions.append(enabled(model, **settings))
         return sessions[-1]
 
     yield open_session
@@ -89,6 +90,43 @@ def test_training_is_bit_equal_and_served(planned, mode):
     run.step()
     assert_same_bits(run.weights(), stock.weights())
     assert_same_bits(gradients(run.model, IDS), gradients(stock.model, IDS))
+
+
+def test_planned_by_itself_where_a_run_is_long(planned, monkeypatch):
+    monkeypatch.setattr("memo_hf.serving.STEPS_BEFORE_PLANNING", 3)
+    stock, run, other = Run(), Run(), Run()
+    enabled(stock.model, allocator="stock", **TOKEN)
+    session = planned(run.model, allocator=None)
+    for done in range(3):
+        assert session.stats.serving == ServingStats("stock", "addresses are planned after 3 steps"), done
+        run.step(IDS, IDS)
+    run.serve(session, IDS, IDS)
+    assert during(session, lambda: run.step(IDS, IDS))[1:] == (0, 0)
+    assert session.stats.serving.reason == "it pays" and session.stats.serving.served_share == 1.0
+    assert "planned allocator: " in session.report()
+    late = planned(other.model, allocator=None)
+    other.step()  # a session that comes late has the steps of its own still to do
+    for _ in range(3):
+        other.step()
+    assert late.stats.serving.allocator == "stock" and "planned for another model" in late.stats.serving.reason
+    for _ in range(7):
+        stock.step(IDS, IDS)
+    assert_same_bits(run.weights(), stock.weights())
+
+
+def test_by_itself_without_its_library_it_is_stock(planned, monkeypatch):
+    monkeypatch.setattr("memo_hf.serving.STEPS_BEFORE_PLANNING", 0)
+
+    def missing():
+        raise NativeLibraryError("not built")
+
+    monkeypatch.setattr("memo_hf.allocator.memory.native.load_cpu_library", missing)
+    run = Run()
+    session = planned(run.model, allocator=None)
+    run.step()
+    run.step()
+    assert session.stats.serving.allocator == "stock" and "not built" in session.stats.serving.reason
+    assert "planned allocator" not in session.report()
 
 
 @pytest.mark.parametrize("settings", [TOKEN, REBUILD], ids=["token", "rebuild"])
@@ -322,9 +360,13 @@ class WaitForPlans(TrainerCallback):
         assert self.trainer.memo_session.serving.finish_planning(60)
 
 
-def test_stock_is_the_default_and_touches_nothing():
-    session = enabled(small(), **TOKEN)
-    assert session.stats.serving == ServingStats() == ServingStats("stock", None, 0, 0, 0)
+def test_stock_touches_nothing(monkeypatch):
+    monkeypatch.setattr("memo_hf.serving.STEPS_BEFORE_PLANNING", 0)
+    run = Run()
+    session = enabled(run.model, allocator="stock", **TOKEN)
+    run.step()
+    run.step()
+    assert session.stats.serving == ServingStats() == ServingStats("stock", "asked for", None, 0, 0, 0)
     assert session.serving._allocator is None
     session.close()
 

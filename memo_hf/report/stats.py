@@ -21,7 +21,8 @@ class ServingStats:
     """Who serves a session's memory, and how, since the session began.
 
     Attributes:
-        allocator: 'planned' or 'stock'; the others say nothing under 'stock'.
+        allocator: 'planned' or 'stock'; the figures say nothing under 'stock'.
+        reason: why it is that one.
         served_share: of the requests in steps that have a plan, how many got the planned address; None before that.
         arena_bytes: device memory held for planned addresses now.
         planned_bytes: bytes requested that got a planned address, summed up.
@@ -29,6 +30,7 @@ class ServingStats:
     """
 
     allocator: str = "stock"
+    reason: str = "asked for"
     served_share: float | None = None
     arena_bytes: int = 0
     planned_bytes: int = 0
@@ -36,10 +38,12 @@ class ServingStats:
 
     def describe(self) -> str:
         """One line."""
+        if self.allocator == "stock":
+            return f"stock allocator: {self.reason}"
         if self.served_share is None:
-            return f"{self.allocator} allocator: no plan yet"
+            return "planned allocator: no plan yet"
         return (
-            f"{self.allocator} allocator: {format_bytes(self.arena_bytes)} at planned addresses, "
+            f"planned allocator: {format_bytes(self.arena_bytes)} at planned addresses, "
             f"{self.served_share:.2%} of requests served there"
         )
 
