@@ -127,7 +127,7 @@ def planned(rank):
                 time.sleep(0.5)
             came = time.perf_counter()  # the same clock in all processes
             loss = wrapped(input_ids=ids, labels=ids).loss
-            told = dict(came=came, began=planner._times._began, measured_at_once=planner.measurement)
+            told = dict(came=came, began=planner._steps.times._began, measured_at_once=planner.measurement)
             loss.backward()
             for _ in range(2):
                 wrapped(input_ids=ids, labels=ids).loss.backward()

@@ -19,6 +19,8 @@ ROWS = [
     {"profiler"},
     {"layers", "agreement"},
     {"plan_file"},
+    {"solving"},
+    {"step_forecast", "first_step"},
     {"planning"},
     {"joint"},
     {"patched_stack", "serving"},

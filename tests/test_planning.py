@@ -190,12 +190,12 @@ def test_device_memory_bounds_models_that_no_forecast_describes():
     planner, shape = session.planners[0], Shape(1, 512)
     assert describe_run(session.model, session.config, shape) is None
     free = dict(to_host_bytes_per_second=1e15, to_device_bytes_per_second=1e15)  # copies cost nothing
-    planner._book.measurement = dataclasses.replace(planner._book.measurement, **free)
-    unbounded = planner._solve(shape)
+    measured, memory = dataclasses.replace(planner.measurement, **free), planner._memory
+    unbounded = planner._solver.solve(measured, shape, memory)
     assert unbounded.swap_fraction == 1
-    planner._device_bytes = 0.9 * unbounded.device_bytes
-    bounded = planner._solve(shape)
-    assert bounded.device_bytes <= planner._device_bytes and bounded.swap_fraction < 1
+    memory = dataclasses.replace(memory, device_bytes=0.9 * unbounded.device_bytes)
+    bounded = planner._solver.solve(measured, shape, memory)
+    assert bounded.device_bytes <= memory.device_bytes and bounded.swap_fraction < 1
     assert bounded.binding_limit.startswith("device memory")
     session.close()
 

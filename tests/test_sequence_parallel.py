@@ -364,7 +364,7 @@ def test_windows_are_of_a_ranks_own_tokens():
     planner.sequence_parallel = 4
     layer = nn.Linear(1, 1)
     layer.sliding_window = 1024
-    assert planner._own_window(layer) == 256
+    assert planner._solver.own_window(layer) == 256
 
 
 def test_heads_that_cannot_be_dealt_out():
