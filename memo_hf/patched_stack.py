@@ -186,7 +186,7 @@ class PatchedStack:
             sequence=self._sequence,
             whole_layers=choice.whole_layers | self._given_up,
             observer=choice.observer,
-            mark_phase=session.serving.mark,
+            watchers=(*([choice.observer.mark] if choice.observer else []), session.serving.layer_comes_to),
         )
 
     def _find_sequence(self) -> None:

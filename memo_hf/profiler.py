@@ -64,7 +64,7 @@ class Profile:
         engine.time_copies(self._copies)
 
     def mark(self, index: int, moment: str) -> None:
-        """See `Observer`."""
+        """Layer `index` has come to `moment`: see `Step.watchers`."""
         if self.is_complete:
             return
         self._marks.setdefault((index, moment), self._now())

@@ -1,7 +1,7 @@
 """Serving: a session's planned allocator, and when its steps and phases begin and end.
 
-Made by the session, which says when forward passes begin and end. Layers get nothing of it but a function that takes
-the name of a phase. Knows the allocator and optimizers' hooks; no layer and no swap engine.
+Made by the session, which says when forward passes begin and end. Layers get nothing of it but a function that is
+told where they are. Knows the allocator and optimizers' hooks; no layer and no swap engine.
 
 A step goes from a forward pass to the end of the optimizer's step: passes that add to the gradients of others belong to
 it. Evaluation ends it.
@@ -32,6 +32,15 @@ PLANNING_SECONDS = 20.0  # beside training; on steps of a few thousand requests 
 # A CPU that serves planned addresses gains a few percent of each step (docs/allocator.md), and planning them takes a
 # core for up to some seconds: a run that ends before this many steps would not get them back.
 STEPS_BEFORE_PLANNING = 32
+# What is requested from these moments of layer {} on (`Step.watchers`) belongs to these phases.
+_PHASES = {
+    "forward begin": "forward {}",
+    "forward attend": "forward {} attend",
+    "forward finish": "forward {} finish",
+    "backward begin": "backward {}",
+    "backward attend": "backward {} attend",
+    "backward attended": "backward {} project",
+}
 
 
 class Serving:
@@ -124,6 +133,11 @@ class Serving:
         """What is requested from now on belongs to `phase`. Nothing happens outside of steps."""
         if self._in_step:
             self._allocator.mark(phase)
+
+    def layer_comes_to(self, index: int, moment: str) -> None:
+        """Layer `index` is at `moment` of its forward or backward pass: see `Step.watchers`."""
+        if moment in _PHASES:
+            self.mark(_PHASES[moment].format(index))
 
     def end_step(self) -> None:
         """Evaluation or another pass that memo_hf does not run begins: it is served dynamically."""

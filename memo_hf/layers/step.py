@@ -21,6 +21,8 @@ from memo_hf.swap import SwapEngine, SwapGroup
 # When backward fetches what a layer has swapped, in the order in which there is room for it: see `LayerRecord`.
 CHUNKS, WHOLE, ATTENTION = 0, 1, 2
 
+Watcher = Callable[[int, str], None]  # told of a layer, by its index, and a moment: see `Step.watchers`
+
 
 @dataclass(frozen=True)
 class StepSettings:
@@ -38,12 +40,7 @@ class StepSettings:
 
 
 class Observer(Protocol):
-    """Who measures a step is told what happens in it. Layers are known by their index, kinds of them by `alike`."""
-
-    def mark(self, index: int, moment: str) -> None:
-        """Layer `index` has come to `moment`: "forward project", "forward attend", "forward finish", "forward end",
-        "backward finish", "backward attend", "backward attended", "backward project", "backward end"; a layer in layer
-        mode to "forward whole", "forward end" and, as its backward begins, "backward end"."""
+    """Who measures a step is told what its layers have. Kinds of layers are known by their records' `alike`."""
 
     def count(self, record: LayerRecord, part: str) -> Callable[[int, int], None] | None:
         """Told (tokens, bytes) of what one chunk of `part` saves, or None where that is known or not wanted."""
@@ -67,7 +64,10 @@ class Step:
         sequence: the ranks that share the sequence, or None where this one has all of it.
         whole_layers: indices of layers that run in layer mode by plan, though they could run per token.
         observer: who measures this step, or None.
-        mark_phase: told "forward 3" and "backward 3" where layer 3 begins, for whoever plans its memory.
+        watchers: each is told (3, moment) when layer 3 comes to "forward begin", "forward project", "forward attend",
+            "forward finish", "forward end", "backward begin", "backward finish", "backward attend", "backward
+            attended", "backward project" and "backward end". In layer mode the forward pass is "forward whole" between
+            its begin and its end, and backward comes to "backward end" as it begins.
         planned_bytes: what this forward pass is to swap, from what the first layer of each kind has swapped.
         last: the last layer that has run.
         num_forward_only: layers that have run with nothing to train in them or before them, so that nothing is swapped.
@@ -83,7 +83,7 @@ class Step:
     sequence: SequenceGroup | None = None
     whole_layers: Collection[int] = ()
     observer: Observer | None = None
-    mark_phase: Callable[[str], None] = lambda phase: None
+    watchers: tuple[Watcher, ...] = ()
     planned_bytes: int = 0
     last: LayerRecord | None = None
     num_forward_only: int = 0
@@ -126,9 +126,9 @@ class Step:
         # without adapters.
         alike = (index in self.whole_layers, id(self.kinds[index]), hidden.requires_grad, trained)
         before = self.engine.stats.swapped_bytes
-        self.mark_phase(f"forward {index}")
+        _tell(self.watchers, index, "forward begin")
         group = self.engine.open_group(keep=keep, label=name)
-        record = LayerRecord(group, self.last, index, alike, self.observer, self.mark_phase)
+        record = LayerRecord(group, self.last, index, alike, self.observer, self.watchers)
         yield record
         record.group.seal()
         record.mark("forward end")
@@ -155,15 +155,14 @@ class LayerRecord:
     index: int = 0
     alike: tuple = ()
     observer: Observer | None = None
-    mark_phase: Callable[[str], None] = lambda phase: None
+    watchers: tuple[Watcher, ...] = ()
     rebuilt: list[torch.Tensor] = field(default_factory=list)
     qkv_bytes: int = 0
     output_bytes: int = 0
 
     def mark(self, moment: str) -> None:
-        """Tell who measures, if anybody does, that this layer has come to `moment`."""
-        if self.observer is not None:
-            self.observer.mark(self.index, moment)
+        """This layer has come to `moment`: see `Step.watchers`."""
+        _tell(self.watchers, self.index, moment)
 
     def count(self, part: str) -> Callable[[int, int], None] | None:
         """As `Observer.count`, for this layer."""
@@ -171,20 +170,18 @@ class LayerRecord:
 
     def begin_finish(self) -> None:
         """Backward of finish begins: it needs all that is not yet under way, and attend comes next."""
-        self.mark_phase(f"backward {self.index}")
+        self.mark("backward begin")
         self.group.prefetch()
 
     def begin_attend(self) -> None:
         """Backward of attend begins, the longest work: beside it comes what the layer before has swapped in chunks."""
         self.mark("backward attend")
-        self.mark_phase(f"backward {self.index} attend")
         if self.previous is not None:
             self.previous.group.prefetch(turn=CHUNKS)
 
     def begin_project(self) -> None:
         """Backward of project begins. Now that attend's tensors are gone there is room for the layer before."""
         self.mark("backward attended")
-        self.mark_phase(f"backward {self.index} project")
         if self.previous is not None:
             self.previous.group.prefetch(turn=WHOLE)
 
@@ -193,3 +190,8 @@ class LayerRecord:
         self.mark("backward end")
         self.rebuilt.clear()
         self.group.release()
+
+
+def _tell(watchers: tuple[Watcher, ...], index: int, moment: str) -> None:
+    for watcher in watchers:
+        watcher(index, moment)

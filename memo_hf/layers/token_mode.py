@@ -80,12 +80,12 @@ class TokenLayer:
                 f"{name} is given {beside} beside its input, which need gradients; token mode gives none to them"
             )
         with step.layer(index, name, self.layer, call.hidden) as record:
-            output, rest = self._run(call, step, index, record)
+            output, rest = self._run(call, step, record)
         return (output, *rest) if self.recipe.returns_tuple else output
 
-    def _run(self, call: LayerCall, step: Step, index: int, record: LayerRecord) -> tuple[Tensor, tuple]:
+    def _run(self, call: LayerCall, step: Step, record: LayerRecord) -> tuple[Tensor, tuple]:
         hidden = call.take_hidden()
-        step.require(index, self._least_bytes(hidden, step.settings.rebuild_qkv))
+        step.require(record.index, self._least_bytes(hidden, step.settings.rebuild_qkv))
         chunks = cut_into_chunks(call.num_tokens, step.settings.chunk_tokens, step.settings.swap_fraction)
         constants = tensors_in([call.args, call.kwargs]) + list(self.layer.buffers())
         trainable, frozen = self._parameters()
@@ -122,13 +122,11 @@ class TokenLayer:
         record.mark("forward project")
         *parts, hidden = (*project.apply(hidden), *(() if project.passes_input else (hidden,)))
         record.mark("forward attend")
-        record.mark_phase(f"forward {index} attend")
         rebuilds = step.settings.rebuild_qkv and not record.group.keep and not chunks[-1].swapped
         rebuilder = Rebuilder(project, record, parts) if rebuilds else None
         attended = self._attend(step, seen, parts, record, AttentionSaves(record, rebuilder, constants))
         record.output_bytes = attended.nbytes
         record.mark("forward finish")
-        record.mark_phase(f"forward {index} finish")
         (output,) = finish.apply(hidden, attended)
         return output, seen.get("rest", ())
 
