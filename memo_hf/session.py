@@ -27,6 +27,7 @@ from memo_hf.layers.patch import Patch
 from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
 from memo_hf.layers.zero import Leaves, Offload, refuse_late_enabling, refuse_settings
+from memo_hf.passes import Passes
 from memo_hf.patched_stack import PatchedStack, enabled_layers
 from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planning import Planner
@@ -75,10 +76,8 @@ class Session:
         self.host_budget_bytes: int | None = None
         self.joint = JointDecisions(self)
         self._stacks: list[PatchedStack] = []
-        self._chunk_size = self._planned_bytes = self._total_swapped_bytes = 0
-        self._forwards = self._stock_forwards = self._total_tokens = 0
-        self._counted: set[str] = set()  # stacks that have run in the forward pass that figures are of
-        self._has_warned_of_nothing = self._has_warned_of_evaluation = False
+        self._total_swapped_bytes = 0
+        self._passes = Passes(config)
         register()
         refuse_what_cannot_be(model)
         refuse_tensor_parallelism(model)
@@ -128,8 +127,8 @@ class Session:
             qkv="rebuild" if self.planners[0].choice.rebuild_qkv else "swap",
             strategy=self.planners[0].strategy,
             binding_limit=self.planners[0].binding_limit,
-            chunk_size=self._chunk_size,
-            planned_bytes=self._planned_bytes,
+            chunk_size=self._passes.chunk_size,
+            planned_bytes=self._passes.planned_bytes,
             swapped_bytes=swapped,
             prefetched_bytes=traffic.prefetched_bytes if traffic else 0,
             total_swapped_bytes=self._total_swapped_bytes + swapped,
@@ -137,9 +136,9 @@ class Session:
             peak_host_bytes=traffic.peak_host_bytes if traffic else 0,
             host_reserved_bytes=traffic.host_reserved_bytes if traffic else 0,
             host_budget_bytes=self.host_budget_bytes,
-            forwards=self._forwards,
-            stock_forwards=self._stock_forwards,
-            total_tokens=self._total_tokens,
+            forwards=self._passes.num_run,
+            stock_forwards=self._passes.num_untouched,
+            total_tokens=self._passes.num_tokens,
             serving=self.serving.stats,
         )
 
@@ -272,16 +271,12 @@ class Session:
 
     def begin_forward(self, stack: Stack, engine: SwapEngine, chunk_size: int, shape: tuple[int, int]) -> None:
         """A training forward pass of `stack` begins. Figures are of one pass through each stack of the model."""
-        if stack.name in self._counted or not self._counted:
+        if self._passes.begin(stack.name, chunk_size, shape):
             engine.let_go()  # what a pass that failed has left
             self.serving.begin_forward(engine.device, *shape)
             self._device_peak.begin_step(engine.device, shape)
-            self._counted.clear()
             self._total_swapped_bytes += engine.stats.swapped_bytes
             engine.reset_stats()
-            self._planned_bytes = 0
-            self._total_tokens += shape[0] * shape[1]
-        self._chunk_size = chunk_size
 
     def decided(self, planner: Planner, shape: tuple[int, int]) -> None:
         """How the forward pass that has begun runs is decided: says so once, where a run begins."""
@@ -290,25 +285,14 @@ class Session:
             self.say(start_line(self.stats, *shape, planner.forecast()))
 
     def note_evaluation(self) -> None:
-        """A forward pass with gradients ran untouched, in eval mode. Says so, once, before anything has run."""
-        if not self._forwards and not self._stock_forwards and not self._has_warned_of_evaluation:
-            self._has_warned_of_evaluation = True
-            logger.warning(
-                "memo_hf: a forward pass with gradients ran untouched, since the model is in eval mode, as "
-                "from_pretrained leaves it; call model.train() to train it"
-            )
+        """A forward pass with gradients ran untouched, in eval mode."""
+        self._passes.note_evaluation()
 
     def skip_forward(self, num_tokens: int) -> None:
         """A training forward pass is too short to gain and runs untouched."""
         self.serving.end_step()
         self._device_peak.begin_other()
-        self._total_tokens += num_tokens
-        if not self._stock_forwards:
-            logger.info(
-                f"memo_hf: a batch has fewer than {self.config.effective_min_tokens} tokens and runs untouched "
-                "(MemoConfig.min_tokens)"
-            )
-        self._stock_forwards += 1
+        self._passes.skip(num_tokens)
 
     def fall_back(self, stack: Stack, reason: str) -> None:
         """From now on every layer of `stack` runs in layer mode."""
@@ -331,31 +315,9 @@ class Session:
         self._layers = [LayerStats(s.name, "layer", reasons[s.name]) if s.name in reasons else s for s in self._layers]
 
     def end_forward(self, stack: Stack, step: Step) -> None:
-        """A training forward pass of `stack` is over. Says so, once, where it had nothing to swap."""
-        self._forwards += not self._counted
-        self._counted.add(stack.name)
-        self._planned_bytes += step.planned_bytes
+        """A training forward pass of `stack` is over."""
         self.serving.mark("after the layers")
-        expects_some = step.last is None or step.num_forward_only < len(step.kinds)
-        expects_some &= len(step.whole_layers) < len(step.kinds)  # else they are checkpointed by plan
-        if expects_some and not step.planned_bytes and not self._has_warned_of_nothing:
-            self._has_warned_of_nothing = True
-            logger.warning(f"memo_hf swaps nothing: {self._why_nothing(step)}")
-
-    def _why_nothing(self, step: Step) -> str:
-        if step.last is None:
-            return "none of the layers ran under memo_hf; look for what else replaces their forward"
-        if not step.first_kept:
-            return (
-                f"MemoConfig(unswapped_layers={self.config.unswapped_layers}) keeps all {len(step.kinds)} layers "
-                "on the device"
-            )
-        if step.num_forward_only >= step.first_kept:
-            return (
-                f"{step.num_forward_only} of {len(step.kinds)} layers have nothing to train in them or before them, "
-                f"and the last {len(step.kinds) - step.first_kept} stay on the device (MemoConfig.unswapped_layers)"
-            )
-        return "the layers' inputs are not plain tensors with elements, and stay on the device"
+        self._passes.end(stack.name, step)
 
 
 def session_of(model: nn.Module) -> Session:

@@ -23,7 +23,7 @@ ROWS = [
     {"step_forecast", "first_step"},
     {"planning"},
     {"joint"},
-    {"patched_stack", "serving"},
+    {"patched_stack", "passes", "serving"},
     {"session"},
     {"api", "tracing"},
     {"diagnosis"},
