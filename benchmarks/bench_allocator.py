@@ -6,7 +6,7 @@ Each case trains a small random model with AdamW. Addresses are those of the rec
 flat. Memory and time are of sessions with the planned and with the stock allocator in turns, in one process; the peak
 of the process is Linux's own, above what it was before the session, with glibc's free memory returned beforehand.
 Appends a row per case to a CSV file, and prints each bar as kept or missed. With --whole-runs N, sessions of N steps
-that plan for themselves are timed from first to last step, planning included, beside sessions with the stock allocator.
+that plan for themselves, and at once, are timed from first to last step, beside sessions with the stock allocator.
 """
 
 from __future__ import annotations
@@ -240,6 +240,7 @@ def main() -> None:
             write_trace(trace, arguments.traces / f"{case}-{arguments.tokens}.csv")
         return
     if arguments.whole_runs:
+        serving.SECONDS_BEFORE_PLANNING = 0
         for case in arguments.only.split(","):
             whole_runs(case, arguments)
         return

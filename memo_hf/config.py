@@ -98,7 +98,7 @@ class MemoConfig:
         None,
         "Who serves the device's memory: 'stock' is torch's own allocator. 'planned' records a training step, plans an "
         "address for each of its requests beside training (the paper's section 4.2) and serves them from then on. Not "
-        "set: 'planned' where it pays, which is on a CPU after 32 steps, where memo_hf's C++ part is built, and on "
+        "set: 'planned' where it pays, which is on a CPU after a minute, where memo_hf's C++ part is built, and on "
         "CUDA where memo_hf.allocator.cuda.install() was called.",
         choices=["stock", "planned"],
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from pathlib import Path
+from time import monotonic
 
 import torch
 import transformers
@@ -30,8 +31,8 @@ from memo_hf.report.stats import ServingStats
 
 PLANNING_SECONDS = 20.0  # beside training; on steps of a few thousand requests more has not helped
 # A CPU that serves planned addresses gains a few percent of each step (docs/allocator.md), and planning them takes a
-# core for up to some seconds: a run that ends before this many steps would not get them back.
-STEPS_BEFORE_PLANNING = 32
+# core for about a second: a run that ends before would not get it back.
+SECONDS_BEFORE_PLANNING = 60.0
 # What is requested from these moments of layer {} on (`Step.watchers`) belongs to these phases.
 _PHASES = {
     "forward begin": "forward {}",
@@ -46,8 +47,8 @@ _PHASES = {
 class Serving:
     """The planned allocator of one session, where `config` asks for it or leaves it open and it pays.
 
-    Left open, memory is planned on a CPU from step `STEPS_BEFORE_PLANNING` on, and on CUDA where its allocator has been
-    put in charge; whatever stands in the way leaves the stock allocator, and the reason in `stats`.
+    Left open, memory is planned on a CPU once training has lasted `SECONDS_BEFORE_PLANNING`, and on CUDA where its
+    allocator has been put in charge; whatever stands in the way leaves the stock allocator, and the reason in `stats`.
 
     Args:
         model: whose steps these are.
@@ -62,12 +63,12 @@ class Serving:
         self._model, self._config = model, config
         self._is_on = config.allocator != "stock"
         self._is_asked_for = config.allocator == "planned"
-        self._num_steps = 0
+        self._first_began: float | None = None
         self._allocator: PlannedAllocator | None = None
         self._device: torch.device | None = None
         self._in_step = self._has_stepped = False
         self._began: MemoryStats | None = None
-        waits = f"addresses are planned after {STEPS_BEFORE_PLANNING} steps"
+        waits = f"addresses are planned after {SECONDS_BEFORE_PLANNING:g} seconds of training"
         self._last = ServingStats(config.allocator or "stock", "asked for" if config.allocator else waits)
         self._end = lambda: None  # of the allocator
         self._remove_hooks = lambda: None
@@ -110,7 +111,9 @@ class Serving:
 
     def _open_allocator(self) -> bool:
         """Puts the planned allocator in charge. False where it is left open whether to, and it is not the time."""
-        is_early = self._device.type == "cpu" and self._num_steps < STEPS_BEFORE_PLANNING
+        now = monotonic()
+        self._first_began = now if self._first_began is None else self._first_began
+        is_early = self._device.type == "cpu" and now - self._first_began < SECONDS_BEFORE_PLANNING
         if is_early and not self._is_asked_for:
             return False
         try:
@@ -195,10 +198,7 @@ class Serving:
 
     def _optimizer_ends(self) -> None:
         # What comes until the next forward pass, such as the next batch, has no fixed place. A second optimizer has.
-        if _is_in_backward():
-            return
-        self._num_steps += 1
-        if self._in_step:
+        if self._in_step and not _is_in_backward():
             self._has_stepped = True
             self._allocator.pause()
 

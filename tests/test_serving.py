@@ -93,21 +93,25 @@ def test_training_is_bit_equal_and_served(planned, mode):
 
 
 def test_planned_by_itself_where_a_run_is_long(planned, monkeypatch):
-    monkeypatch.setattr("memo_hf.serving.STEPS_BEFORE_PLANNING", 3)
+    now = [0.0]
+    monkeypatch.setattr("memo_hf.serving.monotonic", lambda: now[0])
     stock, run, other = Run(), Run(), Run()
     enabled(stock.model, allocator="stock", **TOKEN)
     session = planned(run.model, allocator=None)
     for done in range(3):
-        assert session.stats.serving == ServingStats("stock", "addresses are planned after 3 steps"), done
+        assert session.stats.serving == ServingStats("stock", "addresses are planned after 60 seconds of training")
+        now[0] = 1000.0 + 29.0 * done  # since the first step
         run.step(IDS, IDS)
+    now[0] += 2.1
     run.serve(session, IDS, IDS)
     assert during(session, lambda: run.step(IDS, IDS))[1:] == (0, 0)
     assert session.stats.serving.reason == "it pays" and session.stats.serving.served_share == 1.0
     assert "planned allocator: " in session.report()
     late = planned(other.model, allocator=None)
-    other.step()  # a session that comes late has the steps of its own still to do
-    for _ in range(3):
-        other.step()
+    other.step()  # a session that comes late has its own first minute
+    assert "60 seconds" in late.stats.serving.reason
+    now[0] += 60
+    other.step()
     assert late.stats.serving.allocator == "stock" and "planned for another model" in late.stats.serving.reason
     for _ in range(7):
         stock.step(IDS, IDS)
@@ -115,7 +119,7 @@ def test_planned_by_itself_where_a_run_is_long(planned, monkeypatch):
 
 
 def test_by_itself_without_its_library_it_is_stock(planned, monkeypatch):
-    monkeypatch.setattr("memo_hf.serving.STEPS_BEFORE_PLANNING", 0)
+    monkeypatch.setattr("memo_hf.serving.SECONDS_BEFORE_PLANNING", 0)
 
     def missing():
         raise NativeLibraryError("not built")
@@ -361,7 +365,7 @@ class WaitForPlans(TrainerCallback):
 
 
 def test_stock_touches_nothing(monkeypatch):
-    monkeypatch.setattr("memo_hf.serving.STEPS_BEFORE_PLANNING", 0)
+    monkeypatch.setattr("memo_hf.serving.SECONDS_BEFORE_PLANNING", 0)
     run = Run()
     session = enabled(run.model, allocator="stock", **TOKEN)
     run.step()
