@@ -27,8 +27,8 @@ from memo_hf.session import LayerStats, Session, SessionStats
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "recipes"))
-import dry_run  # noqa: E402
 import finetune_checkpoint  # noqa: E402
+import launching  # noqa: E402
 import llama7b_1m  # noqa: E402
 
 _NOTE = "<!-- Written by docs/generate.py; change the code's own text and run it again. -->\n"
@@ -88,7 +88,7 @@ def recipe_options() -> str:
         lines += ["", f"## recipes/{script}", "", "| argument | default | what it does |", "| --- | --- | --- |"]
         lines += [_setting(spec, "--") for spec in dataclasses.fields(cls)]
     lines += ["", "## Defaults that are not transformers' own", "", "| argument | default |", "| --- | --- |"]
-    lines += [f"| `--{name}` | `{value!r}` |" for name, value in dry_run.DEFAULTS.items()]
+    lines += [f"| `--{name}` | `{value!r}` |" for name, value in launching.DEFAULTS.items()]
     for name, values in llama7b_1m.PRESETS.items():
         told = ", ".join(f"`--{key} {value}`" for key, value in values.items())
         lines += ["", f"`llama7b_1m.py --preset {name}`: {told}."]

@@ -5,7 +5,7 @@
 
 `--dataset` takes text files, or chats: JSON lines of {"messages": [{"role": "user", "content": "..."}, ...]}. Every
 field of `transformers.TrainingArguments` and `memo_hf.MemoConfig` is an argument too, such as `--max_steps 1000`,
-`--learning_rate 1e-5` or `--resume_from_checkpoint last`.
+`--learning_rate 1e-5` or `--resume_from_checkpoint last`. With `--dry-run` the launch is forecast instead of run.
 """
 
 import sys
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from dry_run import RecipeParser, config_file, leave_the_ranks, say_how_often, train, without_traceback
+from dry_run import dry_run
+from launching import RecipeParser, config_file, leave_the_ranks, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,6 +41,13 @@ class Arguments:
     lora_rank: int = field(default=16, metadata={"help": "Rank of the adapter, on every linear layer of the decoder."})
     dtype: str = field(default="bfloat16", metadata={"help": "Of the weights.", "choices": ["bfloat16", "float32"]})
     memo: bool = field(default=True, metadata={"help": "Train with memo_hf; 'false': with transformers alone."})
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Forecast this launch instead of running it; exits with 1 where it does not fit."},
+    )
+    device: str = field(
+        default="h100", metadata={"help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU."}
+    )
 
 
 def parser_for(argv: list[str]) -> RecipeParser:
@@ -48,11 +56,14 @@ def parser_for(argv: list[str]) -> RecipeParser:
 
 
 @without_traceback()
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     parser = parser_for(argv)
+    options = parser.parse_args(argv)
+    parser.check_model(options.model)
+    if options.dry_run:
+        return dry_run(options)
+    config_file(options.model)
     ours, training, memo = parser.parse_args_into_dataclasses(argv)
-    parser.check_model(ours.model)
-    config_file(ours.model)
 
     seq_len = parse_count(ours.seq_len, "--seq_len")
     say_how_often(ours.dataset, seq_len, training)
@@ -84,7 +95,8 @@ def main(argv: list[str]) -> None:
             trainer.save_memo_report(report)
             print(f"The report is in {report}")
     leave_the_ranks(trainer)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from dry_run import RecipeParser, config_file, dry_run, leave_the_ranks, say_how_often, train, without_traceback
+from dry_run import dry_run
+from launching import RecipeParser, config_file, leave_the_ranks, say_how_often, train, without_traceback
 from long_text import check_positions, long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -31,7 +32,6 @@ PRESETS = {
         "seq_len": "4096",
         "compare": True,
         "prompt": "A list comprehension",
-        "device": "cpu",
         "use_cpu": True,
         "max_steps": 3,
         "save_strategy": "no",
@@ -76,8 +76,13 @@ class RecipeArguments:
         default=None,
         metadata={"help": "Continued by the saved model at the end, on one process: not with DeepSpeed."},
     )
-    dry_run: bool = field(default=False, metadata={"help": "Forecast this launch, and do not run it."})
-    device: str = field(default="h100", metadata={"help": "Where --dry-run runs: see memo-hf plan --help."})
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Forecast this launch instead of running it; exits with 1 where it does not fit."},
+    )
+    device: str = field(
+        default="h100", metadata={"help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU."}
+    )
 
 
 def parser_for(argv: list[str]) -> RecipeParser:
@@ -152,7 +157,7 @@ def generate_from(training: TrainingArguments, recipe: RecipeArguments, tokenize
 
 
 @without_traceback()
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     parser = parser_for(argv)
     options = parser.parse_args(argv)
     if options.model is None:
@@ -195,7 +200,8 @@ def main(argv: list[str]) -> None:
                 f"Loaded from there, the model goes on from the prompt:\n  {generate_from(training, recipe, tokenizer)}"
             )
     leave_the_ranks(trainer)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

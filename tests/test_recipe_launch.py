@@ -23,6 +23,7 @@ SIZES = {"2gpu": (1, 2), "4gpu": (1, 4), "8gpu": (1, 8), "2nodes": (2, 16)}
 
 sys.path.insert(0, str(ROOT / "recipes"))
 import dry_run  # noqa: E402
+import finetune_checkpoint  # noqa: E402
 import llama7b_1m  # noqa: E402
 
 
@@ -110,8 +111,29 @@ def test_fsdp_offloads_weights_and_optimizer(monkeypatch):
 
 def test_other_ranks_say_nothing(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    assert llama7b_1m.main(["--dry-run", "--model", "qwen3-8b"]) is None
+    assert llama7b_1m.main(["--dry-run", "--model", "qwen3-8b"]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("recipe", [finetune_checkpoint, llama7b_1m])
+def test_a_dry_run_ends_with_whether_it_fits(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def launch(*more):
+        code = recipe.main(["--dry-run", "--model", "llama-3.1-8b", "--dataset", "manual", "--seq-len", "1M", *more])
+        return code, capsys.readouterr()
+
+    code, said = launch("--device", "h200", "--host_memory", "1TiB")
+    assert code == 0 and "fits            yes" in said.out
+    assert said.out.startswith("memo-hf plan --model llama-3.1-8b --seq-len 1M --device h200 ")
+    code, said = launch("--device", "4090")
+    assert code == 1 and "fits            NO" in said.out
+    code, said = launch("--device", "abacus")
+    assert code == 2 and "device 'abacus' is unknown" in said.err
+    assert "--device cpu " in launch("--use_cpu", "true")[1].out
+    with pytest.raises(SystemExit, match="leave out --memo false"):
+        launch("--memo", "false")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_launch_is_forecast_and_not_run(tmp_path):

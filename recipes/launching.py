@@ -1,0 +1,139 @@
+"""From a command line to a finished training, as the recipes share it: arguments, their mistakes, resuming.
+
+Used by the recipes that train. It knows neither the model nor the text; `dry_run.py` forecasts a launch instead.
+"""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate.parallelism_config import ParallelismConfig
+from long_text import about_num_tokens, num_documents
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import cached_file
+
+from memo_hf import MemoConfig
+from memo_hf.errors import MemoError, did_you_mean
+from memo_hf.forecasting.models import adapter_base
+
+DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "constant",
+    "max_steps": 100,
+    "logging_steps": 1,
+    "save_steps": 20,
+    "save_total_limit": 2,
+    "report_to": "none",
+    "ddp_find_unused_parameters": False,
+    # Each process reads its own sequences; else the first would read and hold those of all, and send them to all.
+    "accelerator_config": {"dispatch_batches": False},
+}
+
+
+class RecipeParser(HfArgumentParser):
+    """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig.
+
+    A mistake ends in one line: a name that is not known comes with the closest one that is.
+    """
+
+    def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
+        groups = [recipe, TrainingArguments, MemoConfig]
+        super().__init__(groups, description=description, usage="%(prog)s [--NAME VALUE ...]   (all names: --help)")
+        self.set_defaults(**DEFAULTS | defaults)
+        if self.parse_known_args(argv)[0].full:
+            self.set_defaults(learning_rate=1e-5)  # all weights, instead of an adapter that begins at nothing
+
+    def parse_known_args(self, args=None, namespace=None):
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            self.error(f"there is no argument {name}{did_you_mean(name, self._option_string_actions)}")
+        return options, unknown
+
+    def check_model(self, name: str) -> None:
+        """Exit where `name` can only be a folder, and there is none: the hub would answer with pages. Exit for an
+        adapter too: transformers would load its base, and a new adapter would begin at nothing."""
+        like_a_path = name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
+        in_a_folder = "/" in name and Path(name).parent.exists()
+        if (like_a_path or in_a_folder) and not Path(name).exists():
+            self.error(f"--model: there is no folder {name} (recipes/get_checkpoint.py makes one for a trial)")
+        if base := adapter_base(name):
+            is_checkpoint = (Path(name) / "trainer_state.json").exists()
+            checkpoint = name if is_checkpoint else get_last_checkpoint(name) or f"{name}/checkpoint-N"
+            self.error(
+                f"--model: {name} holds an adapter; give its base ({base}) as --model and --resume_from_checkpoint "
+                f"{checkpoint}"
+            )
+
+
+@contextmanager
+def without_traceback():
+    """Around a recipe's `main`: an error of memo_hf says what to do, so its words are all that is printed."""
+    try:
+        yield
+    except MemoError as error:
+        raise SystemExit(str(error)) from error
+
+
+def config_file(model: str) -> str:
+    """The path of a model's `config.json`, in its folder or fetched from the hub. Exits where there is none."""
+    try:
+        return cached_file(model, "config.json")
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"--model: there is no folder {model} with a config.json; from the hub: {reason}") from error
+
+
+def train(trainer: Trainer) -> None:
+    """Train from the beginning, or from the checkpoint that the arguments name: "last" is the newest of `output_dir`.
+
+    Where ranks share sequences DeepSpeed deals out the batches by an object of its own, in which accelerate cannot skip
+    what was trained before the checkpoint. In a loader of what is dealt out it can.
+    """
+    checkpoint, accelerator = trainer.args.resume_from_checkpoint, trainer.accelerator
+    folder = Path(trainer.args.output_dir)
+    if checkpoint == "last" and not (folder.is_dir() and get_last_checkpoint(folder)):
+        raise SystemExit(f"--resume_from_checkpoint last: there is no checkpoint in {folder} (--output_dir)")
+    if checkpoint and checkpoint != "last" and not Path(checkpoint).is_dir():
+        raise SystemExit(f"--resume_from_checkpoint {checkpoint}: there is no such folder")
+    if checkpoint and trainer.get_sp_size() > 1:
+        deal_out = accelerator.deepspeed_ulysses_dl_adapter
+        accelerator.deepspeed_ulysses_dl_adapter = lambda *loader_and_model: DataLoader(
+            _Stream(deal_out(*loader_and_model)), batch_size=None
+        )
+    trainer.train(resume_from_checkpoint=checkpoint == "last" or checkpoint)
+
+
+def leave_the_ranks(trainer: Trainer) -> None:
+    """End what the ranks have together, in order and not as their processes happen to end.
+
+    DDP goes first: where it is the last to hold gloo's group, it waits for gloo's threads and lets no Python run, which
+    is what one of them may wait for.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
+
+
+class _Stream(IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def say_how_often(dataset: str, seq_len: int, training: TrainingArguments) -> None:
+    """Print, once for all ranks, how much text there is and how often it is read, where its size is at hand."""
+    num_tokens, documents = about_num_tokens(dataset), num_documents(dataset)
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    step_tokens = seq_len * sequences // ParallelismConfig().sp_size
+    if training.process_index == 0 and num_tokens:
+        size, times = (float(f"{n:.2g}") for n in (num_tokens, training.max_steps * step_tokens / num_tokens))
+        counted = "" if documents is None else f"{documents:,} document{'s' if documents > 1 else ''} with "
+        print(
+            f"The text has {counted}about {size:,.0f} tokens: {training.max_steps:,} steps of "
+            f"{step_tokens:,} read it about {times:,g} times."
+        )
