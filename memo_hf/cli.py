@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import pkgutil
 import sys
 
 from memo_hf import __version__, commands
+from memo_hf.arguments import Parser
 from memo_hf.errors import MemoError
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser, with every module of `memo_hf.commands` as a subcommand."""
-    parser = argparse.ArgumentParser(prog="memo-hf", description="Long-context training: plan a run before it starts.")
+    parser = Parser(prog="memo-hf", description="Long-context training: plan a run before it starts.")
     parser.add_argument("--version", action="version", version=f"memo-hf {__version__}", help="print the version")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for found in sorted(pkgutil.iter_modules(commands.__path__), key=lambda module: module.name):

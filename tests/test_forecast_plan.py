@@ -255,6 +255,29 @@ def test_options_may_be_written_with_underscores(capsys):
     assert found["seq_len"] == 8192 and found["host_budget_bytes_per_node"] == 2**40
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        # A name that is not known comes before what is missing.
+        (["plan", "--seqlen", "8K"], "memo-hf plan: there is no argument --seqlen (did you mean '--seq-len'?)"),
+        (["plan", "--gpu=8"], "memo-hf plan: there is no argument --gpu (did you mean '--gpus' or '--gpus-per-node'?)"),
+        (
+            ["plan", "--host_mem", "1TiB"],
+            "memo-hf plan: there is no argument --host-mem (did you mean '--host-memory'?)",
+        ),
+        (["plan", "--tokens", "8K"], "memo-hf plan: there is no argument --tokens; --help lists all"),
+        (["plan", "--model", "qwen3-8b", "8K"], "memo-hf plan: there is no argument 8K; --help lists all"),
+        (["plan"], "memo-hf plan: the following arguments are required: --model"),
+        (["plan", "--model", "m", "--gpus", "two"], "memo-hf plan: argument --gpus: invalid int value: 'two'"),
+        (["--verion"], "memo-hf: there is no argument --verion (did you mean '--version'?)"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_without_the_usage(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and capsys.readouterr() == ("", f"{said}\n")
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "memo_hf"
 # A part may import from the rows above its own. Parts in one row never meet, errors and units apart.
 ROWS = [
     {"errors"},
-    {"units", "paths"},
+    {"units", "paths", "arguments"},
     {"config"},
     {"planner"},
     {"forecasting"},
@@ -38,6 +38,7 @@ FORBIDDEN_LIBRARIES = {
     "errors": {"torch", "transformers", "accelerate", "peft"},
     "units": {"torch", "transformers", "accelerate", "peft"},
     "paths": {"torch", "transformers", "accelerate", "peft"},
+    "arguments": {"torch", "transformers", "accelerate", "peft"},
     "config": {"torch", "transformers", "accelerate", "peft"},
     "planner": {"torch", "transformers", "accelerate", "peft"},
     "forecasting": {"torch", "transformers", "accelerate", "peft"},

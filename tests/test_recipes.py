@@ -105,6 +105,7 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
 
 MISTAKES = [
     (["--swap_fracton", "0.5"], "there is no argument --swap_fracton (did you mean '--swap_fraction'?)"),
+    (["--epochs", "1"], "there is no argument --epochs; --help lists all"),
     (["--swap_fraction", "5"], "swap_fraction is 5.0; it must be"),
     (["--seq_len", "4k8"], "--seq_len: cannot read '4k8'"),
     (["--model", "outputs/nowhere"], "--model: there is no folder outputs/nowhere"),
@@ -129,6 +130,7 @@ def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, 
         )
     said = capsys.readouterr().err if ended.value.code == 2 else ended.value.code
     assert words in said and len(said) < 1000
+    assert ended.value.code != 2 or said.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
