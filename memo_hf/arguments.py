@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from memo_hf.errors import did_you_mean
+from memo_hf.errors import ConfigError, did_you_mean
+from memo_hf.units import parse_count
+
+
+def tokens(text: str) -> int:
+    """`parse_count`, as the `type` of an argument: what is wrong with `text` is said in `parse_count`'s words."""
+    try:
+        return parse_count(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,24 +18,30 @@ _FLOPS_UNITS = {"": 1, "g": 10**9, "t": 10**12, "p": 10**15}
 _FLOPS_UNITS |= {f"{unit}flop{s}": factor for unit, factor in _FLOPS_UNITS.items() if unit for s in ("s", "/s")}
 
 
-def _parse(text: str | int | float, units: dict[str, int], what: str) -> int:
+_NUMBER = re.compile(
+    r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z/]*)\s*"
+)
+
+
+def _parse(text: str | int | float, units: dict[str, int], what: str, written: str) -> float:
+    """The number that `text` is written for, finite and not negative; `written` says how people write one."""
     if isinstance(text, bool):
         raise ConfigError(f"{what}: expected a number, got {text!r}")
     if isinstance(text, (int, float)):
         number, factor = float(text), 1
     else:
-        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z/]*)\s*", text)
+        match = _NUMBER.fullmatch(text)
         if not match or match[2].lower() not in units:
-            raise ConfigError(f"{what}: cannot read {text!r}; write a number with one of the units {sorted(units)[1:]}")
-        number, factor = float(match[1].replace("_", "")), units[match[2].lower()]
-    if number < 0 or number * factor != number * factor or number == float("inf"):
-        raise ConfigError(f"{what}: {text!r} is negative or not finite")
-    return int(number * factor)
+            raise ConfigError(f"{what}: cannot read {text!r}; write it as {written}")
+        number, factor = float(re.sub("[,_]", "", match[1])), units[match[2].lower()]
+    if not 0 <= number * factor < float("inf"):
+        raise ConfigError(f"{what}: {text!r} is negative or not finite; write it as {written}")
+    return number * factor
 
 
 def parse_bytes(text: str | int | float, what: str = "bytes") -> int:
     """Bytes from "64GiB", "64GB" (decimal), "512 MiB" or a plain number. Raises `ConfigError`."""
-    return _parse(text, _BYTE_UNITS, what)
+    return int(_parse(text, _BYTE_UNITS, what, "64GiB, 500MB or 2TiB"))
 
 
 def parse_memory(text: str | int | float, what: str) -> int:
@@ -56,15 +62,24 @@ def parse_flops(text: str | int | float, what: str) -> int:
     Refuses a number below a billion: nobody has a device of 989 FLOPs, and who writes 989 means trillions. Raises
     `ConfigError`.
     """
-    number = _parse(text, _FLOPS_UNITS, what)
+    number = int(_parse(text, _FLOPS_UNITS, what, "989T, 989e12 or 1P"))
     if 0 < number < 10**9:
         raise ConfigError(f"{what}: {text} without a unit means {number} FLOPs per second; write {text}T or {text}e12")
     return number
 
 
 def parse_count(text: str | int | float, what: str = "tokens") -> int:
-    """A token count from "128K" (131,072), "1M" (1,048,576, as in the paper) or a number. Raises `ConfigError`."""
-    return _parse(text, _COUNT_UNITS, what)
+    """A token count of at least 1 from "128K" (131,072), "1M" (1,048,576, as in the paper), "100,000" or a number.
+
+    A point needs a unit after it ("1.5M"), since "100.000" is a hundred to some and a hundred thousand to others.
+    Raises `ConfigError`.
+    """
+    written = "4096, 100,000, 128K (131,072) or 1M (1,048,576)"
+    number = _parse(text, _COUNT_UNITS, what, written)
+    has_lone_point = isinstance(text, str) and re.fullmatch(r"\s*[0-9,_]+\.[0-9]+\s*", text)
+    if number < 1 or number % 1 or has_lone_point:
+        raise ConfigError(f"{what} is {text}; it must be a whole number of at least 1, written as {written}")
+    return int(number)
 
 
 def format_seconds(seconds: float) -> str:

@@ -29,7 +29,7 @@ class Arguments:
     dataset: str = field(
         metadata={"help": "A .txt, .md, .jsonl or .parquet file, a folder of them, or a hub name; 'manual': a trial."}
     )
-    seq_len: str = field(default="32K", metadata={"help": "Tokens in a sequence: 4096, 128K, 1M."})
+    seq_len: str = field(default="32K", metadata={"help": "Tokens in a sequence: 4096, 100,000, 128K, 1M."})
     documents: str = field(
         default="keep",
         metadata={

@@ -54,7 +54,7 @@ class RecipeArguments:
         },
     )
     text_column: str = field(default="text", metadata={"help": "The column that holds the text, where there is one."})
-    seq_len: str = field(default="1M", metadata={"help": "Tokens in a sequence: 4096, 128K, 1M."})
+    seq_len: str = field(default="1M", metadata={"help": "Tokens in a sequence: 4096, 100,000, 128K, 1M."})
     documents: str = field(
         default="cross",
         metadata={

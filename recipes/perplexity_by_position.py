@@ -20,8 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from memo_hf import MemoConfig, MemoTrainer
-from memo_hf.arguments import Parser
-from memo_hf.units import parse_count
+from memo_hf.arguments import Parser, tokens
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -30,9 +29,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--model", default="outputs/smollm2-135m", help="folder of a Llama-like checkpoint with default positions")
     add("--dataset", default="stdlib", help="text files, as for the other recipes")
     add("--layers", type=int, default=2, help="keep only this many of the decoder layers")
-    add("--fit_len", type=parse_count, default=512, help="tokens of a sequence on which the slice is fitted")
+    add("--fit_len", type=tokens, default=512, help="tokens of a sequence on which the slice is fitted")
     add("--fit_steps", type=int, default=40, help="0: the model is taken as it is")
-    add("--seq_len", type=parse_count, default=9216, help="tokens of a sequence, beyond what the model was trained at")
+    add("--seq_len", type=tokens, default=9216, help="tokens of a sequence, beyond what the model was trained at")
     add("--steps", type=int, default=3, help="training steps at that length")
     add("--learning_rate", type=float, default=1e-4, help="at that length; the slice is fitted at five times as much")
     add("--device", default="cpu", choices=["cpu", "cuda"])

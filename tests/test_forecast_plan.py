@@ -21,7 +21,7 @@ from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
 from memo_hf.planner.layer_costs import estimated_peaks
-from memo_hf.units import format_seconds
+from memo_hf.units import format_seconds, parse_count
 
 HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
 HEADLINE += ["--host-memory", "2TiB"]
@@ -229,6 +229,23 @@ def test_flops_as_people_write_them(written):
     assert make_setup("qwen3-8b", "8K", flops=989e12).device.flops == 989e12
 
 
+def test_tokens_as_people_write_them(capsys):
+    written = {"100,000": 100_000, "100_000": 100_000, "1e5": 100_000, " 128k ": 131_072, "1.5M": 1_572_864, 512.0: 512}
+    assert {text: parse_count(text) for text in written} == written
+    whole = "; it must be a whole number of at least 1, written as 4096, 100,000, 128K (131,072) or 1M (1,048,576)"
+    for text, words in {
+        "128000.5": f"seq_len is 128000.5{whole}",
+        "100.000": f"seq_len is 100.000{whole}",  # a hundred, or a hundred thousand
+        "0.3K": f"seq_len is 0.3K{whole}",
+        "0": f"seq_len is 0{whole}",
+        "-5": "seq_len: '-5' is negative or not finite; write it as 4096, 100,000,",
+        "1,5M": "seq_len: cannot read '1,5M'; write it as 4096",
+        "abc": "seq_len: cannot read 'abc'; write it as 4096",
+    }.items():
+        assert main(["plan", "--model", "gpt-7b", "--seq-len", text]) == 2
+        assert capsys.readouterr().err.startswith(f"memo-hf plan: {words}")
+
+
 def test_flops_reach_the_forecast(capsys):
     arguments = ["--model", "qwen3-8b", "--seq-len", "8K"]
     same, half = (answer(capsys, *arguments, "--flops", flops) for flops in ("989T", "494.5e12"))
@@ -359,6 +376,9 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
         (["--model", "gpt-7b", "--seq-len", "1K", "--link-bandwidth", "25"], "means 25 bytes"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--flops", "989"], "flops: 989 without a unit means 989 FLOPs"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--flops", "fast"], "flops: cannot read 'fast'"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--host-memory", "64 big"], "'64 big'; write it as 64GiB, 500MB or"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--chunk-size", "0"], "chunk_size is 0; it must be a whole number"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--unswapped-layers", "-1"], "unswapped_layers is -1; it must be a"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--swap-fraction", "2"], "a number from 0 to 1"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--train", "lora", "--lora-targets", "dense"], "are unknown"),
         (

@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "memo_hf"
 # A part may import from the rows above its own. Parts in one row never meet, errors and units apart.
 ROWS = [
     {"errors"},
-    {"units", "paths", "arguments"},
+    {"units", "paths"},
+    {"arguments"},
     {"config"},
     {"planner"},
     {"forecasting"},

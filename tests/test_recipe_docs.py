@@ -92,6 +92,12 @@ def test_perplexity_by_position(checkpoint, tmp_path, capsys):
         assert with_memo == pytest.approx(without, rel=1e-3) and with_memo < before
 
 
+def test_a_length_that_is_none_is_told_in_one_line(capsys):
+    with pytest.raises(SystemExit):
+        perplexity_by_position.parse_arguments(["--seq_len", "4k8"])
+    assert "argument --seq_len: tokens: cannot read '4k8'; write it as 4096, 100,000" in capsys.readouterr().err
+
+
 def test_losses_by_position_are_the_models(checkpoint):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     rows = [{"text": "abcdefghij" * 20}, {"text": "klm" * 60}]

@@ -31,7 +31,7 @@ def add_parser(subparsers):
     )
     add = parser.add_argument
     add("--model", required=True, help="a shipped name (see docs/forecast.md), a config.json or its folder")
-    add("--seq-len", help="tokens of a sequence: 1M, 128K or a number; not needed for --find max-seq-len")
+    add("--seq-len", help="tokens of a sequence: 4096, 100,000, 128K or 1M; not needed for --find max-seq-len")
     add("--batch", type=int, default=1, help="sequences that a data-parallel group works on at once")
     add("--train", choices=["full", "lora"], default="full", help="all weights, or an adapter")
     add("--lora-rank", type=int, default=16, help="of the adapter")

@@ -65,6 +65,11 @@ class Setup:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name, least in (("chunk_tokens", 1), ("num_kept", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                written = {"chunk_tokens": "chunk_size", "num_kept": "unswapped_layers"}[name]
+                raise ConfigError(f"{written} is {value!r}; it must be a whole number of at least {least}")
         for name in ("sequence_parallel", "shards"):
             if self.gpus % getattr(self, name):
                 raise ConfigError(f"{name} is {getattr(self, name)}, which does not divide the {self.gpus} GPUs")
