@@ -15,6 +15,7 @@ from memo_hf.errors import ConfigError
 from memo_hf.forecasting.api import make_setup
 from memo_hf.forecasting.find import advise, max_seq_len, min_gpus
 from memo_hf.forecasting.forecast import fits, layer_costs
+from memo_hf.forecasting.hardware import DEVICES, find_device
 from memo_hf.forecasting.memory import layer_bytes
 from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
@@ -23,6 +24,7 @@ from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
 from memo_hf.planner.layer_costs import estimated_peaks
 from memo_hf.units import format_seconds, parse_count
 
+ROOT = Path(__file__).parents[1]
 HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
 HEADLINE += ["--host-memory", "2TiB"]
 
@@ -182,7 +184,7 @@ def test_the_comparison_says_what_its_rows_have_and_how_far_it_was_off(more, los
     under = capsys.readouterr().out.split("\nmemo_hf  ")[1].split("\n", 1)[1]
     assert under.startswith(f"All rows have {loss}.\n")
     # The numbers are those of the table that benchmarks/bench_forecast.py prints.
-    table = (Path(__file__).parents[1] / "docs" / "forecast.md").read_text()
+    table = (ROOT / "docs" / "forecast.md").read_text()
     misses = [
         float(miss) for miss in re.findall(r"^\| H200, 8 layers, memo_hf \| step at .*\| -(.*) % \|", table, re.M)
     ]
@@ -227,6 +229,38 @@ def test_what_is_not_found_is_an_answer_too(find, model, more, key, words, capsy
 def test_flops_as_people_write_them(written):
     assert make_setup("qwen3-8b", "8K", flops=written).device.flops == 989e12
     assert make_setup("qwen3-8b", "8K", flops=989e12).device.flops == 989e12
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("4090", ["rtx4090", "RTX 4090", "rtx-4090", "NVIDIA GeForce RTX 4090"]),
+        ("a100-80", ["A100_80GB", "a100-80gb", "NVIDIA A100-SXM4-80GB"]),
+        ("h100", ["H100 SXM", "NVIDIA H100 80GB HBM3"]),
+        ("a6000", ["RTX A6000"]),
+        ("l40s", ["NVIDIA L40S"]),
+    ],
+)
+def test_devices_as_people_and_torch_write_them(name, written):
+    assert {find_device(text).name for text in written} == {name}
+
+
+def test_every_device_is_in_the_docs_and_another_is_refused_with_the_nearest(capsys):
+    page, arguments = (
+        (ROOT / "docs" / "forecast.md").read_text(),
+        ["--model", "qwen3-8b", "--seq-len", "8K", "--device"],
+    )
+    assert [name for name in DEVICES if f"`{name}`" not in page] == []
+    for name, words in {
+        "a100": "device 'a100' is unknown (did you mean 'a100-40' or 'a100-80'?); choose from ['3090', '4090', ",
+        "h100-pcie": "device 'h100-pcie' is unknown (did you mean 'h100'?); choose from",
+        "L40": "device 'L40' is unknown (did you mean 'l4' or 'l40s'?); choose from",
+        "mi300x": "device 'mi300x' is unknown; choose from",
+    }.items():
+        assert main(["plan", *arguments, name]) == 2
+        said = capsys.readouterr().err
+        assert words in said and "give numbers (--device-memory, --flops, --link-bandwidth)" in said
+    assert answer(capsys, *arguments, "l40s", "--train", "lora")["fits"]
 
 
 def test_tokens_as_people_write_them(capsys):

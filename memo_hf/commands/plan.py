@@ -22,6 +22,8 @@ def add_parser(subparsers):
     """Adds `plan` and its options; returns its parser."""
     import argparse
 
+    from memo_hf.forecasting.hardware import DEVICES
+
     parser = subparsers.add_parser(
         "plan",
         help="forecast memory and time of a run before it starts",
@@ -45,7 +47,7 @@ def add_parser(subparsers):
     add("--gpus-per-node", type=int, default=8, help="GPUs that share a node's host memory")
     add("--sequence-parallel", type=int, default=1, help="GPUs that share one sequence (Ulysses)")
     add("--shards", type=int, help="GPUs that share weights, gradients and optimizer; default: all")
-    add("--device", default="h100", help="a800, a100-40, a100-80, h100, h200, b200, 4090, or cpu for this machine's")
+    add("--device", default="h100", help=f"{', '.join(DEVICES)}, or cpu for this machine's")
     add("--device-memory", help="for example 48GiB; default: the device's own")
     add("--flops", help="dense peak in the dtype, FLOPs per second: 989T or 989e12; default: the device's own")
     add(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 
 from memo_hf.errors import ConfigError
@@ -63,7 +64,8 @@ class Device:
         return dataclasses.replace(self, **rates)
 
 
-_AMPERE = {"attention_forward_efficiency": 0.65, "attention_backward_efficiency": 0.60, "flops": 312e12}
+_AMPERE_RATES = {"attention_forward_efficiency": 0.65, "attention_backward_efficiency": 0.60}
+_AMPERE = _AMPERE_RATES | {"flops": 312e12}
 _HOPPER = {
     "attention_forward_efficiency": 0.55,
     "attention_backward_efficiency": 0.48,
@@ -71,6 +73,18 @@ _HOPPER = {
     "link_bytes_per_second": 45e9,
     "peer_bytes_per_second": 360e9,
     "host_bytes_per_device": 240 * GIB,
+}
+# On PCIe alone: the exchange between them takes the same way as copies to the host.
+_CARD = _AMPERE_RATES | {
+    "link_bytes_per_second": 20e9,
+    "peer_bytes_per_second": 20e9,
+    "host_bytes_per_device": 64 * GIB,
+}
+# Their peak, with sums in fp32, is half of what their tensor cores do in fp16, so they come closer to it.
+_GEFORCE = _CARD | {
+    "attention_forward_efficiency": 0.80,
+    "attention_backward_efficiency": 0.70,
+    "reserve_bytes": 1 * GIB,
 }
 DEVICES: dict[str, Device] = {
     device.name: device
@@ -100,11 +114,20 @@ DEVICES: dict[str, Device] = {
             attention_backward_efficiency=0.42, memory_bytes_per_second=6.4e12, link_bytes_per_second=50e9,
             peer_bytes_per_second=720e9, host_bytes_per_device=256 * GIB,
         ),
+        Device(name="3090", memory_bytes=23.5 * GIB, flops=71e12, memory_bytes_per_second=0.79e12, **_GEFORCE),
+        Device(name="4090", memory_bytes=23.5 * GIB, flops=165e12, memory_bytes_per_second=0.85e12, **_GEFORCE),
         Device(
-            name="4090", memory_bytes=23.5 * GIB, reserve_bytes=1 * GIB, flops=165e12,
-            attention_forward_efficiency=0.80, attention_backward_efficiency=0.70,
-            memory_bytes_per_second=0.85e12, link_bytes_per_second=20e9, peer_bytes_per_second=20e9,
-            host_bytes_per_device=64 * GIB,
+            name="5090", memory_bytes=31.3 * GIB, flops=209e12, memory_bytes_per_second=1.5e12,
+            **_GEFORCE | {"link_bytes_per_second": 45e9, "peer_bytes_per_second": 45e9},
+        ),
+        Device(name="a6000", memory_bytes=47.5 * GIB, flops=154e12, memory_bytes_per_second=0.65e12, **_CARD),
+        Device(
+            name="l4", memory_bytes=22.0 * GIB, reserve_bytes=1 * GIB, flops=121e12, memory_bytes_per_second=0.25e12,
+            **_CARD,
+        ),
+        Device(
+            name="l40s", memory_bytes=44.4 * GIB, flops=362e12, memory_bytes_per_second=0.73e12,
+            **_CARD | {"host_bytes_per_device": 128 * GIB},
         ),
     )
 }  # fmt: skip
@@ -136,12 +159,23 @@ def this_cpu(memory_bytes: float) -> Device:
     )
 
 
+# Names without what is between letters and digits; torch calls only one of these by its memory as well.
+_BARE = {re.sub("[^a-z0-9]", "", name): name for name in DEVICES} | {"h10080": "h100"}
+
+
 def find_device(name: str) -> Device:
-    """A device of the table by name. Raises `ConfigError` that lists the names."""
-    key = name.lower().replace("_", "-")
-    if key not in DEVICES:
+    """A device of the table by its name, as people write it ("RTX 4090") or as torch does ("NVIDIA A100-SXM4-80GB").
+
+    Raises `ConfigError` that lists the names.
+    """
+    key = re.sub(r"nvidia|geforce|tesla|rtx|sxm[0-9]?|hbm[0-9]e?|gb\b|[^a-z0-9]", "", name.lower())
+    if key not in _BARE:
+        # Names that are spelt alike are other devices: only one that goes on, or ends early, can be what was meant.
+        near = [repr(known) for bare, known in _BARE.items() if key and (bare.startswith(key) or key.startswith(bare))]
+        asked = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ConfigError(
-            f"device {name!r} is unknown; choose from {sorted([*DEVICES, 'cpu'])}, or start from one of them and give"
-            " numbers (--device-memory, --flops, --link-bandwidth)"
+            f"device {name!r} is unknown{asked}; choose from"
+            f" {sorted([*DEVICES, 'cpu'])}, or start from the one that is most alike and give numbers (--device-memory,"
+            " --flops, --link-bandwidth)"
         )
-    return DEVICES[key]
+    return DEVICES[_BARE[key]]
