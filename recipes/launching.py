@@ -40,7 +40,12 @@ class RecipeParser(Parser, HfArgumentParser):
         groups = [recipe, TrainingArguments, MemoConfig]
         super().__init__(groups, description=description, usage="%(prog)s [--NAME VALUE ...]   (all names: --help)")
         self.set_defaults(**DEFAULTS | defaults)
-        if self.parse_known_args(argv)[0].full:
+        options = self.parse_known_args(argv)[0]
+        if options.full and options.lora_rank != self.get_default("lora_rank"):
+            self.error("--lora_rank is of an adapter, and --full trains none: leave out one of them")
+        if options.device != self.get_default("device") and not options.dry_run:
+            self.error("--device is what --dry-run forecasts; training takes the GPUs that it finds, or --use_cpu true")
+        if options.full:
             self.set_defaults(learning_rate=1e-5)  # all weights, instead of an adapter that begins at nothing
 
     def check_model(self, name: str) -> None:

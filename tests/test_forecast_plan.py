@@ -225,6 +225,16 @@ def test_what_is_not_found_is_an_answer_too(find, model, more, key, words, capsy
     assert words in text and "fits            NO" in text and "to change" in text
 
 
+def test_what_is_found_says_what_it_replaces(capsys):
+    arguments = ["plan", "--model", "qwen3-8b", "--device", "h200", "--train", "lora", "--seq-len", "1M", "--gpus", "2"]
+    for find, words in {
+        "max-seq-len": r"max seq len: [\d,]+ \(in place of --seq-len 1M\)",
+        "min-gpus": r"min gpus: \d+ \(in place of --gpus 2\)",
+    }.items():
+        main([*arguments, "--find", find])
+        assert re.match(words, capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("written", ["989T", "989TFLOPS", "989 TFLOP/s", "989e12", "9.89e14", "0.989P"])
 def test_flops_as_people_write_them(written):
     assert make_setup("qwen3-8b", "8K", flops=written).device.flops == 989e12
@@ -415,6 +425,8 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
         (["--model", "gpt-7b", "--seq-len", "1K", "--unswapped-layers", "-1"], "unswapped_layers is -1; it must be a"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--swap-fraction", "2"], "a number from 0 to 1"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--train", "lora", "--lora-targets", "dense"], "are unknown"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--lora-rank", "16"], "lora_rank is 16 and train is 'full', which"),
+        (["--model", "gpt-7b", "--seq-len", "1K", "--lora-targets", "q_proj"], "lora_targets is 'q_proj' and train is"),
         (
             ["--model", "gpt-7b", "--seq-len", "1K", "--gpus", "2", "--shards", "1", "--weights-device", "host"],
             "shards > 1",

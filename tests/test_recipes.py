@@ -106,6 +106,8 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
 MISTAKES = [
     (["--swap_fracton", "0.5"], "there is no argument --swap_fracton (did you mean '--swap_fraction'?)"),
     (["--epochs", "1"], "there is no argument --epochs; --help lists all"),
+    (["--lora_rank", "8", "--full"], "--lora_rank is of an adapter, and --full trains none"),
+    (["--device", "cpu"], "--device is what --dry-run forecasts; training takes the GPUs that it finds"),
     (["--swap_fraction", "5"], "swap_fraction is 5.0; it must be"),
     (["--seq_len", "4k8"], "--seq_len: cannot read '4k8'"),
     (["--model", "outputs/nowhere"], "--model: there is no folder outputs/nowhere"),

@@ -36,8 +36,8 @@ def add_parser(subparsers):
     add("--seq-len", help="tokens of a sequence: 4096, 100,000, 128K or 1M; not needed for --find max-seq-len")
     add("--batch", type=int, default=1, help="sequences that a data-parallel group works on at once")
     add("--train", choices=["full", "lora"], default="full", help="all weights, or an adapter")
-    add("--lora-rank", type=int, default=16, help="of the adapter")
-    add("--lora-targets", default="all-linear", help="all-linear, or names such as q_proj,v_proj")
+    add("--lora-rank", type=int, help="of the adapter; default: 16")
+    add("--lora-targets", help="names such as q_proj,v_proj; default: all-linear")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32")
     add("--no-master-weights", action="store_true", help="no fp32 weights beside the 16-bit ones")
     add("--optimizer", choices=["adamw", "adamw-8bit", "sgd-momentum", "sgd"], default="adamw", help="for its states")
@@ -64,7 +64,7 @@ def add_parser(subparsers):
     add(
         "--find",
         choices=["max-seq-len", "min-gpus"],
-        help="the longest sequence or the fewest GPUs that fit",
+        help="the longest sequence, whatever --seq-len is, or the fewest GPUs that fit, whatever --gpus is",
     )
     add("--compare", action="store_true", help="beside what a user would otherwise pick")
     add("--plot", metavar="FILE", help="bytes and step time over sequence length, as .png, .svg, .pdf or .jpg")
@@ -102,7 +102,7 @@ def run(args) -> int:
             answer["compare"] = rows
         print(json.dumps(answer, indent=2))
     else:
-        _print_text(setup, forecast, found, rows)
+        _print_text(setup, forecast, found, _unused(args), rows)
     if args.plot:
         from memo_hf.report.forecast_plot import plot_forecast
 
@@ -112,12 +112,26 @@ def run(args) -> int:
     return code
 
 
-def _print_text(setup, forecast, found: dict, rows: list[dict] | None) -> None:
+def _unused(args) -> str:
+    """What was given and is found instead."""
+    given = {
+        "max-seq-len": {"--seq-len": args.seq_len},
+        "min-gpus": {
+            "--gpus": args.gpus if args.gpus > 1 else None,
+            "--sequence-parallel": args.sequence_parallel if args.sequence_parallel > 1 else None,
+            "--shards": args.shards,
+        },
+    }
+    named = [f"{name} {value}" for name, value in given.get(args.find, {}).items() if value is not None]
+    return f" (in place of {', '.join(named)})" if named else ""
+
+
+def _print_text(setup, forecast, found: dict, unused: str, rows: list[dict] | None) -> None:
     from memo_hf.forecasting.find import MOST_GPUS
 
     none = {"max_seq_len": "none fits", "min_gpus": f"none up to {MOST_GPUS:,} fits; as given:"}
     for name, value in found.items():
-        print(f"{name.replace('_', ' ')}: {f'{value:,}' if value else none[name]}\n")
+        print(f"{name.replace('_', ' ')}: {f'{value:,}' if value else none[name]}{unused}\n")
     print(_text(setup, forecast))
     if rows is not None:
         print("\n" + _table(rows))

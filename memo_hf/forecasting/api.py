@@ -41,8 +41,8 @@ def make_setup(
     *,
     batch: int = 1,
     train: str = "full",
-    lora_rank: int = LORA_RANK,
-    lora_targets: str = "all-linear",
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
     dtype: str | None = None,
     master_weights: bool = True,
     optimizer: str = "adamw",
@@ -68,7 +68,8 @@ def make_setup(
 
     Args:
         batch: sequences that one data-parallel group works on at once.
-        train: "full" or "lora", with `lora_rank` and `lora_targets` ("all-linear" or names with commas).
+        train: "full", or "lora" with `lora_rank` (default: 16) and `lora_targets` ("all-linear", the default, or names
+            with commas).
         dtype: "bfloat16" (the default on GPUs), "float16" or "float32" (the default on a CPU).
         master_weights: fp32 master weights beside 16-bit ones.
         optimizer: "adamw", "adamw-8bit", "sgd-momentum" or "sgd".
@@ -92,11 +93,16 @@ def make_setup(
         raise ConfigError(f"dtype is {dtype!r}; choose from {sorted(DTYPES)}")
     if train not in ("full", "lora"):
         raise ConfigError(f"train is {train!r}; it must be 'full' or 'lora'")
-    targets = ALL_LINEAR if lora_targets == "all-linear" else tuple(name.strip() for name in lora_targets.split(","))
+    for name, value in {"lora_rank": lora_rank, "lora_targets": lora_targets}.items():
+        if value is not None and train == "full":
+            raise ConfigError(
+                f"{name} is {value!r} and train is 'full', which has no adapter; give --train lora as well"
+            )
+    targets = ALL_LINEAR if lora_targets in (None, "all-linear") else tuple(map(str.strip, lora_targets.split(",")))
     on_cpu = chosen.name == "cpu"
     training = Training(
         element_bytes=DTYPES[dtype],
-        lora_rank=lora_rank if train == "lora" else 0,
+        lora_rank=0 if train == "full" else LORA_RANK if lora_rank is None else lora_rank,
         lora_targets=frozenset(targets) if train == "lora" else frozenset(),
         norm_statistic_bytes=DTYPES[dtype] if on_cpu else 4,
     )
