@@ -156,6 +156,14 @@ def test_short_sequences_keep_activation_checkpointing(capsys):
     assert found["binding_limit"].startswith("length:")
 
 
+@pytest.mark.parametrize("device, train", [("h100", "lora"), ("4090", "full")])
+def test_the_strategy_changes_once_over_lengths(device, train):
+    model = "llama-3.1-8b" if train == "lora" else "smollm2-135m"
+    lengths = range(4096, 20480, 1280) if train == "lora" else range(52 * 1024, 66 * 1024, 1280)
+    found = [memo_hf.forecast(model, length, device=device, train=train).strategy for length in lengths]
+    assert found[0] == "checkpoint" and found == sorted(found)  # "memo" from some length on
+
+
 def test_text_names_what_matters(capsys):
     assert main(["plan", *HEADLINE, "--compare"]) == 0
     text = capsys.readouterr().out

@@ -215,6 +215,16 @@ def test_activation_checkpointing_is_kept_where_it_is_as_fast():
     assert solve_swap_plan([costs], small_device, checkpoint_device_bytes=30 * GIB).strategy == "memo"
 
 
+@pytest.mark.parametrize("rest", [0.0, 1e3])
+@pytest.mark.parametrize(("gain", "strategy"), [(-0.01, "checkpoint"), (0.019, "checkpoint"), (0.021, "memo")])
+def test_a_tie_goes_to_activation_checkpointing(gain, strategy, rest):
+    stock = {"checkpoint_device_bytes": 1.0, "rest_seconds": rest}
+    swapping = solve_swap_plan([layer()], budgets()).step_seconds
+    plan = solve_swap_plan([layer()], budgets(), checkpoint_step_seconds=rest + swapping / (1 - gain), **stock)
+    assert plan.strategy == strategy
+    assert plan.binding_limit.endswith("as fast: 2% of the layers' time or less apart") is (gain == 0.019)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_never_worse_than_activation_checkpointing(seed):
     kinds, limits = random_instance(random.Random(100 + seed))

@@ -43,7 +43,7 @@ def attention_flops(setup: Setup, kind: LayerKind) -> float:
 
 
 def layer_seconds(setup: Setup, kind: LayerKind, *, chunked: bool = True) -> LayerSeconds:
-    """Predicted seconds of a layer of `kind`; `chunked` counts what launching each chunk takes at least."""
+    """Predicted seconds of a layer of `kind`; `chunked` counts what launching chunks takes at least."""
     device, model, tokens = setup.device, setup.model, setup.local_tokens
     of = layer_bytes(setup, kind)
     gemm = device.flops * device.gemm_efficiency
@@ -55,7 +55,9 @@ def layer_seconds(setup: Setup, kind: LayerKind, *, chunked: bool = True) -> Lay
     flops = attention_flops(setup, kind)
     exchange = _exchange_seconds(setup, of)
     wait = _weights_seconds(setup, kind)
-    least = setup.device.chunk_seconds * -(-tokens // setup.chunk) if chunked else 0.0
+    # By the share of a chunk: were the last one counted whole, the step would jump at each multiple of the chunk by
+    # more than swapping gains at short lengths, and the choice of a strategy would go back and forth there.
+    least = setup.device.chunk_seconds * tokens / setup.chunk if chunked else 0.0
     project_forward, finish_forward = max(least, project + move_project), max(least, finish + move_finish)
     attend_forward = flops / (device.flops * device.attention_forward_efficiency) + exchange
     attend_backward = 2.5 * flops / (device.flops * device.attention_backward_efficiency) + 2 * exchange
