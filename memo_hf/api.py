@@ -21,8 +21,13 @@ def enable(model: nn.Module, config: MemoConfig | None = None) -> Session:
 
     Raises:
         UnsupportedModelError: no decoder layers, compiled, or already enabled.
-        ConfigError: activation checkpointing is on as well, or `config` is not a `MemoConfig`.
+        ConfigError: activation checkpointing is on as well, or what is given is no model or no `MemoConfig`.
     """
+    if not isinstance(model, nn.Module):
+        given = type(model).__name__ + (f" ({model!r})" if isinstance(model, str) else "")
+        raise ConfigError(
+            f"model is {given}; pass the model itself, as AutoModelForCausalLM.from_pretrained returns it"
+        )
     config = MemoConfig() if config is None else config
     if not isinstance(config, MemoConfig):
         raise ConfigError(f"config is {type(config).__name__}; pass a MemoConfig, or MemoConfig.from_dict(...)")

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ def test_settings_of_another_type_are_refused():
     for config in ({"swap_fraction": 0.5}, 0.5, "auto"):
         with pytest.raises(ConfigError, match=f"config is {type(config).__name__}; pass a MemoConfig"):
             memo_hf.enable(small(), config)
+
+
+def test_what_is_no_model_is_refused():
+    for model, said in (
+        ("llama", r"str \('llama'\)"),
+        (Path("llama"), "PosixPath"),
+        ([small()], "list"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(ConfigError, match=f"^model is {said}; pass the model itself"):
+            memo_hf.enable(model)
 
 
 def test_a_model_without_decoder_layers():
