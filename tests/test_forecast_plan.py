@@ -149,6 +149,19 @@ def test_comparison_never_has_memo_slower_than_checkpointing_that_fits(capsys):
         assert not stock["fits"] or ours["step_seconds"] <= stock["step_seconds"]
 
 
+def test_the_comparison_has_the_peers_with_the_loss_of_memo_hf_and_with_the_stock_one(capsys):
+    arguments = ["--model", "qwen3-8b", "--seq-len", "32K", "--train", "lora", "--compare"]
+    rows, whole = (answer(capsys, *arguments, *more)["compare"] for more in ([], ["--full-logits"]))
+    *peers, paper, ours = rows
+    assert [row["whole_logits_peak_bytes"] for row in peers] == [row["device_peak_bytes"] for row in whole[:-2]]
+    assert all(row["device_peak_bytes"] < row["whole_logits_peak_bytes"] for row in peers)
+    assert ours["whole_logits_peak_bytes"] is paper["whole_logits_peak_bytes"] is None
+    main(["plan", *arguments])
+    assert "device peak  whole logits  host a rank" in capsys.readouterr().out
+    main(["plan", *arguments, "--full-logits"])
+    assert "device peak  host a rank" in capsys.readouterr().out
+
+
 def test_short_sequences_keep_activation_checkpointing(capsys):
     # case 95
     found = answer(capsys, "--model", "qwen3-8b", "--seq-len", "1K", "--device", "h200")
@@ -182,15 +195,15 @@ def test_text_names_what_matters(capsys):
 @pytest.mark.parametrize(
     ("more", "loss", "measured"),
     [
-        ([], "a chunked loss", True),
-        (["--device", "h200", "--full-logits"], "full logits, no chunked loss", True),
-        (["--device", "a800"], "a chunked loss", False),
+        ([], 'a chunked loss, whoever computes it. Under "whole logits": the device', True),
+        (["--device", "h200", "--full-logits"], "whole logits, no chunked loss.\n", True),
+        (["--device", "a800"], "a chunked loss, whoever", False),
     ],
 )
 def test_the_comparison_says_what_its_rows_have_and_how_far_it_was_off(more, loss, measured, capsys):
     main(["plan", "--model", "qwen3-8b", "--seq-len", "16K", "--compare", *more])
     under = capsys.readouterr().out.split("\nmemo_hf  ")[1].split("\n", 1)[1]
-    assert under.startswith(f"All rows have {loss}.\n")
+    assert under.startswith(f"All rows have {loss}")
     # The numbers are those of the table that benchmarks/bench_forecast.py prints.
     table = (ROOT / "docs" / "forecast.md").read_text()
     misses = [

@@ -59,7 +59,7 @@ def add_parser(subparsers):
     add("--unswapped-layers", type=int, default=2, help="the last layers, which keep their activations on the device")
     add("--swap-fraction", type=float, help="by hand, 0 to 1; default: solved for")
     add("--qkv", choices=["swap", "rebuild"], help="by hand; default: chosen for you")
-    add("--full-logits", action="store_true", help="the loss is not chunked")
+    add("--full-logits", action="store_true", help="whole logits: the loss is not chunked")
     add("--gradient-accumulation", action="store_true", help="gradients of earlier passes are held during forward")
     add(
         "--find",
@@ -134,7 +134,7 @@ def _print_text(setup, forecast, found: dict, unused: str, rows: list[dict] | No
         print(f"{name.replace('_', ' ')}: {f'{value:,}' if value else none[name]}{unused}\n")
     print(_text(setup, forecast))
     if rows is not None:
-        print("\n" + _table(rows))
+        print("\n" + _table(rows, setup.chunked_loss))
         print(_under_table(setup))
 
 
@@ -238,21 +238,36 @@ def _positions(setup) -> list[str]:
     return [f"positions       over the {trained:,} positions it was trained for; {more}"]
 
 
-def _table(rows) -> str:
+def _table(rows, has_chunked_loss: bool) -> str:
     from memo_hf.units import format_bytes, format_seconds
 
-    lines = [f"{'strategy':<42}{'fits':>5}{'device peak':>13}{'host a rank':>13}{'step':>11}{'MFU':>8}"]
+    def cells(strategy, fits, peak, whole, host, step, mfu):
+        whole = f"{whole:>14}" if has_chunked_loss else ""
+        return f"{strategy:<42}{fits:>5}{peak:>13}{whole}{host:>13}{step:>11}{mfu:>8}"
+
+    lines = [cells("strategy", "fits", "device peak", "whole logits", "host a rank", "step", "MFU")]
     for row in rows:
-        step = format_seconds(row["step_seconds"])
+        whole = row["whole_logits_peak_bytes"]
         lines.append(
-            f"{row['strategy']:<42}{'yes' if row['fits'] else 'no':>5}{format_bytes(row['device_peak_bytes']):>13}"
-            f"{format_bytes(row['host_bytes_per_rank']):>13}{step:>11}{100 * row['mfu']:>6.1f} %"
+            cells(
+                row["strategy"],
+                "yes" if row["fits"] else "no",
+                format_bytes(row["device_peak_bytes"]),
+                "-" if whole is None else format_bytes(whole),
+                format_bytes(row["host_bytes_per_rank"]),
+                format_seconds(row["step_seconds"]),
+                f"{100 * row['mfu']:.1f} %",
+            )
         )
     return "\n".join(lines)
 
 
 def _under_table(setup) -> str:
     """What the rows have in common, and how far memo_hf's step was off on such a device."""
-    loss = "a chunked loss" if setup.chunked_loss else "full logits, no chunked loss"
-    text = f"All rows have {loss}."
+    text = "All rows have whole logits, no chunked loss."
+    if setup.chunked_loss:
+        text = (
+            'All rows have a chunked loss, whoever computes it. Under "whole logits": the device peak with a loss that'
+            "\nmakes them all, as transformers' own does."
+        )
     return f"{text}\n{_MEASURED}" if setup.device.name in ("h100", "h200") else text

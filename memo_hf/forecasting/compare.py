@@ -10,21 +10,18 @@ from memo_hf.forecasting.setup import Setup
 
 
 def compare(setup: Setup, forecast: Forecast | None = None) -> list[dict]:
-    """One row per strategy: `strategy`, `fits`, `device_peak_bytes`, `host_bytes_per_rank`, `step_seconds`, `mfu`."""
+    """One row per strategy: `strategy`, `fits`, `device_peak_bytes`, `host_bytes_per_rank`, `step_seconds`, `mfu`.
+
+    All with the loss of `setup`, which is chunked unless it says otherwise. `whole_logits_peak_bytes` is what the device
+    would hold with a loss that makes all logits, as transformers' own does; None for the rows of memo_hf and MEMO.
+    """
     forecast = forecast or forecast_setup(setup)
     rows = []
     for strategy in STRATEGIES:
         row = baseline(setup, strategy)
-        rows.append(
-            _row(
-                row.name,
-                row.fits,
-                row.device_peak_bytes,
-                row.host_bytes + host_state_bytes(setup),
-                row.step_seconds,
-                row.mfu,
-            )
-        )
+        whole = baseline(setup.replace(chunked_loss=False), strategy).device_peak_bytes
+        host = row.host_bytes + host_state_bytes(setup)
+        rows.append(_row(row.name, row.fits, row.device_peak_bytes, host, row.step_seconds, row.mfu, whole))
     rows.append(paper_memo(setup))
     rows.append(
         _row(
@@ -58,11 +55,12 @@ def paper_memo(setup: Setup) -> dict:
     return _row("MEMO (paper)", fits, peak, chosen.host_bytes_per_rank, chosen.step_seconds, chosen.mfu)
 
 
-def _row(name, fits, device, host, seconds, utilisation) -> dict:
+def _row(name, fits, device, host, seconds, utilisation, whole_logits=None) -> dict:
     return {
         "strategy": name,
         "fits": bool(fits),
         "device_peak_bytes": round(device),
+        "whole_logits_peak_bytes": whole_logits and round(whole_logits),
         "host_bytes_per_rank": round(host),
         "step_seconds": seconds,
         "mfu": utilisation,

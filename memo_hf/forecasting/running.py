@@ -38,7 +38,8 @@ class RunForecast:
         device_parts: bytes that the device holds at its peak, by what they are.
         moment: of the step, at which that is.
         step_seconds: of the step, or None where nothing was measured to tell it from.
-        device_bytes_without: bytes at the device's peak by what would run instead, with transformers' own loss.
+        device_bytes_without: bytes at the device's peak by what would run instead, with whole logits, as transformers'
+            own loss makes them, and with a chunked loss.
     """
 
     host_parts: dict[str, float]
@@ -79,7 +80,11 @@ class Run:
         moments = [moment for moment in _moments(setup) if moment.treatment == qkv]
         parts = [_parts(moment, held, fraction) for moment in moments]
         highest = max(range(len(parts)), key=lambda index: sum(parts[index].values()))
-        without = {strategy.name: _peak_without(setup, strategy, held) for strategy in (PLAIN, CHECKPOINTING)}
+        without = {
+            f"{strategy.name} with {loss}": _peak_without(setup.replace(chunked_loss=is_chunked), strategy, held)
+            for strategy in (PLAIN, CHECKPOINTING)
+            for loss, is_chunked in (("whole logits", False), ("a chunked loss", True))
+        }
         return RunForecast(host, parts[highest], moments[highest].when, device_bytes_without=without)
 
 
@@ -123,8 +128,8 @@ def describe_run(
 
 
 def _peak_without(setup: Setup, strategy: Strategy, held: Held) -> float:
-    """Bytes at the device's peak under `strategy`, with the logits that memo_hf does not make."""
-    parts = baseline(setup.replace(chunked_loss=False), strategy).device_peak_by_part
+    """Bytes at the device's peak under `strategy`."""
+    parts = baseline(setup, strategy).device_peak_by_part
     described = static_parts(setup)
     activations = sum(size for name, size in parts.items() if name not in described)
     return held.static_bytes + (held.gradient_bytes if parts["gradients"] else 0.0) + activations
