@@ -12,8 +12,8 @@ from memo_hf.forecasting.setup import Setup
 def compare(setup: Setup, forecast: Forecast | None = None) -> list[dict]:
     """One row per strategy: `strategy`, `fits`, `device_peak_bytes`, `host_bytes_per_rank`, `step_seconds`, `mfu`.
 
-    All with the loss of `setup`, which is chunked unless it says otherwise. `whole_logits_peak_bytes` is what the device
-    would hold with a loss that makes all logits, as transformers' own does; None for the rows of memo_hf and MEMO.
+    All with the loss of `setup`, chunked unless it says otherwise. `whole_logits_peak_bytes` is what the device would
+    hold with a loss that makes all logits, as transformers' own does; None for the rows of memo_hf and MEMO.
     """
     forecast = forecast or forecast_setup(setup)
     rows = []

@@ -14,8 +14,12 @@ _LONGEST = 2**28
 MOST_GPUS = 4096
 
 
-def max_seq_len(setup: Setup) -> int:
-    """The longest sequence of `setup` that fits, a multiple of the ranks that share it; 0 where none does."""
+def max_seq_len(setup: Setup, fits=fits) -> int:
+    """The longest sequence of `setup` that fits, a multiple of the ranks that share it; 0 where none does.
+
+    Args:
+        fits: of a setup, whether it does; by default under memo_hf.
+    """
     step = setup.sequence_parallel
     low, high = 0, None
     length = max(step, 1024 // step * step)
