@@ -14,7 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dry_run import dry_run
-from launching import RecipeParser, config_file, leave_the_ranks, say_how_often, train, without_traceback
+from launching import (
+    RecipeParser,
+    checkpoint_to_resume,
+    config_file,
+    leave_the_ranks,
+    say_how_often,
+    train,
+    without_traceback,
+)
 from long_text import check_positions, long_sequences, open_documents
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,6 +72,7 @@ def main(argv: list[str]) -> int:
         return dry_run(options)
     config_file(options.model)
     ours, training, memo = parser.parse_args_into_dataclasses(argv)
+    checkpoint = checkpoint_to_resume(training)
 
     seq_len = parse_count(ours.seq_len, "--seq_len")
     say_how_often(ours.dataset, seq_len, training)
@@ -83,7 +92,7 @@ def main(argv: list[str]) -> int:
         model = get_peft_model(model, lora)
 
     trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
-    train(trainer)
+    train(trainer, checkpoint)
     trainer.save_model()
 
     if trainer.is_world_process_zero():

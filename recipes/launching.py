@@ -10,6 +10,8 @@ from accelerate.parallelism_config import ParallelismConfig
 from long_text import about_num_tokens, num_documents
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file
 
@@ -82,24 +84,47 @@ def config_file(model: str) -> str:
         raise SystemExit(f"--model: there is no folder {model} with a config.json; from the hub: {reason}") from error
 
 
-def train(trainer: Trainer) -> None:
-    """Train from the beginning, or from the checkpoint that the arguments name: "last" is the newest of `output_dir`.
+def checkpoint_to_resume(training: TrainingArguments) -> str | None:
+    """The folder to go on from, "last" being the newest of `output_dir`; None to begin. For before a model is loaded.
+
+    Exits where there is no such checkpoint, and where it has all steps already: Trainer would add one.
+    """
+    named, newest = training.resume_from_checkpoint, None
+    if not named:
+        return None
+    where = training.output_dir if named == "last" else named
+    if Path(where).is_dir():
+        newest = get_last_checkpoint(where)
+    if named == "last" and newest is None:
+        raise SystemExit(f"--resume_from_checkpoint last: there is no checkpoint in {where} (--output_dir)")
+    folder = Path(newest if named == "last" else named)
+    if not folder.is_dir():
+        raise SystemExit(f"--resume_from_checkpoint {folder}: there is no such folder")
+    state = folder / TRAINER_STATE_NAME
+    if not state.is_file():
+        asked = f"; did you mean {newest}?" if newest else ""
+        raise SystemExit(f"--resume_from_checkpoint {folder}: no checkpoint, as it has no {state.name}{asked}")
+    trained = TrainerState.load_from_json(state).global_step
+    if trained >= training.max_steps:
+        if training.process_index == 0:
+            print(f"{folder} has trained {trained:,} steps of {training.max_steps:,} (--max_steps): nothing to do")
+        raise SystemExit(0)
+    return str(folder)
+
+
+def train(trainer: Trainer, checkpoint: str | None) -> None:
+    """Train from the beginning, or from a checkpoint.
 
     Where ranks share sequences DeepSpeed deals out the batches by an object of its own, in which accelerate cannot skip
     what was trained before the checkpoint. In a loader of what is dealt out it can.
     """
-    checkpoint, accelerator = trainer.args.resume_from_checkpoint, trainer.accelerator
-    folder = Path(trainer.args.output_dir)
-    if checkpoint == "last" and not (folder.is_dir() and get_last_checkpoint(folder)):
-        raise SystemExit(f"--resume_from_checkpoint last: there is no checkpoint in {folder} (--output_dir)")
-    if checkpoint and checkpoint != "last" and not Path(checkpoint).is_dir():
-        raise SystemExit(f"--resume_from_checkpoint {checkpoint}: there is no such folder")
+    accelerator = trainer.accelerator
     if checkpoint and trainer.get_sp_size() > 1:
         deal_out = accelerator.deepspeed_ulysses_dl_adapter
         accelerator.deepspeed_ulysses_dl_adapter = lambda *loader_and_model: DataLoader(
             _Stream(deal_out(*loader_and_model)), batch_size=None
         )
-    trainer.train(resume_from_checkpoint=checkpoint == "last" or checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
 
 
 def leave_the_ranks(trainer: Trainer) -> None:

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 
 import torch
 from dry_run import dry_run
-from launching import RecipeParser, config_file, leave_the_ranks, say_how_often, train, without_traceback
+from launching import (
+    RecipeParser,
+    checkpoint_to_resume,
+    config_file,
+    leave_the_ranks,
+    say_how_often,
+    train,
+    without_traceback,
+)
 from long_text import check_positions, long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
@@ -167,6 +175,7 @@ def main(argv: list[str]) -> int:
         return dry_run(options)
     config_file(options.model)
     recipe, training, memo = parser.parse_args_into_dataclasses(argv)
+    checkpoint = checkpoint_to_resume(training)
     seq_len = parse_count(recipe.seq_len, "--seq_len")
     say_how_often(recipe.dataset, seq_len, training)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
@@ -186,7 +195,7 @@ def main(argv: list[str]) -> int:
         model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
     )
     with contextlib.closing(peak):
-        train(trainer)
+        train(trainer, checkpoint)
     trainer.save_model()
 
     if trainer.is_world_process_zero():

@@ -136,6 +136,31 @@ def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
+def test_what_to_resume_is_looked_at_before_the_model_is_loaded(checkpoint, tmp_path, monkeypatch, capsys, name):
+    """Trainer would train a finished run for one step more."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    recipe = importlib.import_module(name)
+    monkeypatch.setattr(recipe, "AutoModelForCausalLM", None)
+    finished = tmp_path / "checkpoint-3"
+    finished.mkdir()
+
+    def resumed(which):
+        settings = ["--dataset", "manual", "--seq_len", "64", "--max_steps", "3", "--use_cpu", "true"]
+        with pytest.raises(SystemExit) as ended:
+            recipe.main(["--model", str(checkpoint), "--output_dir", str(tmp_path), *settings]
+                        + ["--resume_from_checkpoint", str(which)])  # fmt: skip
+        return ended.value.code
+
+    assert resumed(finished).endswith("checkpoint-3: no checkpoint, as it has no trainer_state.json")
+    assert resumed(tmp_path).endswith(f"it has no trainer_state.json; did you mean {finished}?")
+    (finished / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    for which in ("last", finished):
+        assert resumed(which) == 0
+        said = f"{finished} has trained 3 steps of 3 (--max_steps): nothing to do"
+        assert capsys.readouterr().out.splitlines() == [said]
+
+
+@pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
 def test_an_adapter_is_not_a_model(tmp_path, monkeypatch, capsys, name):
     monkeypatch.syspath_prepend(str(RECIPES))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
