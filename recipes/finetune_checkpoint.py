@@ -23,7 +23,7 @@ from launching import (
     train,
     without_traceback,
 )
-from long_text import check_positions, long_sequences, open_documents
+from long_text import check_positions, long_sequences, open_documents, with_assistant_marked
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,6 +43,14 @@ class Arguments:
         metadata={
             "help": "'keep': a sequence packs documents, and attention stays inside of each. 'cross': it crosses them.",
             "choices": ["keep", "cross"],
+        },
+    )
+    learn: str | None = field(
+        default=None,
+        metadata={
+            "help": "'assistant': of chats the assistant's words alone, as TRL's version of the chat template marks "
+            "them. Not set: those where the chat template itself marks them, else all.",
+            "choices": ["assistant"],
         },
     )
     full: bool = field(default=False, metadata={"help": "Train all weights instead of a LoRA adapter."})
@@ -79,7 +87,7 @@ def main(argv: list[str]) -> int:
     tokenizer = AutoTokenizer.from_pretrained(ours.model)
     data = long_sequences(
         open_documents(ours.dataset, shuffle_seed=training.seed),
-        tokenizer,
+        with_assistant_marked(tokenizer) if ours.learn == "assistant" else tokenizer,
         seq_len,
         keep_documents=ours.documents == "keep",
         num_ranks=training.world_size,

@@ -4,6 +4,7 @@ Used by the recipes; copy it into your own project. Nothing is tokenized before 
 sequence at a time, so a sequence may have 1M tokens and the data may be larger than memory.
 """
 
+import copy
 import functools
 import itertools
 import json
@@ -183,7 +184,31 @@ def _marks_the_assistant(template: str) -> bool:
     """Whether a chat template says which words are the assistant's. Prints, once in a process, what follows if not."""
     marked = re.search(r"\{%-?\s*generation", template) is not None
     if template and not marked and int(os.environ.get("RANK", 0)) == 0:
-        print("Note: this chat template marks no assistant words ({% generation %}), so all words are learned.")
+        print(
+            "Note: this chat template marks no assistant words ({% generation %}), so all words are learned;"
+            " recipes/finetune_checkpoint.py --learn assistant takes TRL's version of it, which does."
+        )
+    return marked
+
+
+def with_assistant_marked(tokenizer):
+    """A copy of the tokenizer whose chat template marks the assistant's words, by TRL's version of that template.
+
+    The original is what goes beside the trained model. Raises SystemExit where TRL is not installed, or has none.
+    """
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+
+        template = get_training_chat_template(tokenizer)
+    except ImportError as error:
+        raise SystemExit("--learn assistant: TRL has the chat templates with marks; pip install trl") from error
+    except (ValueError, AttributeError, TypeError) as error:  # the last two where there is no template at all
+        raise SystemExit(
+            "--learn assistant: TRL does not know this chat template; put {% generation %} and {% endgeneration %}"
+            " around the assistant's words in the checkpoint's chat template"
+        ) from error
+    marked = copy.deepcopy(tokenizer)
+    marked.chat_template = template or tokenizer.chat_template  # None: it has the marks
     return marked
 
 

@@ -96,8 +96,22 @@ def test_of_a_chat_the_assistant_is_learned(tokenizer, capsys):
     for _ in range(2):
         ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
         assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
-    said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned.\n"
-    assert capsys.readouterr().out == said  # once
+    said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned;"
+    told = capsys.readouterr().out
+    assert told.startswith(said) and "--learn assistant" in told and told.count("\n") == 1  # once
+    with pytest.raises(SystemExit, match="TRL does not know this chat template; put {% generation %}"):
+        long_text.with_assistant_marked(unmarked)
+
+
+def test_of_a_known_chat_template_trl_marks_the_assistant(tokenizer, capsys):
+    known = pytest.importorskip("trl.chat_template_utils").qwen2_5_chat_template
+    unmarked = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=known)
+    marked, turns = long_text.with_assistant_marked(unmarked), chat(("user", "hi"), ("assistant", "yo"))
+    ids, labels = long_text.tokenize(turns, marked)
+    learned = tokenizer.decode(ids[labels != -100])
+    assert "yo<|im_end|>" in learned and "hi" not in learned and "hi" in tokenizer.decode(ids)
+    assert unmarked.chat_template == known and capsys.readouterr().out == ""
+    assert long_text.with_assistant_marked(tokenizer).chat_template == tokenizer.chat_template
 
 
 def test_a_sequence_without_anything_to_learn_is_left_out(tokenizer):
