@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="pip install 'memo-hf[test]'")
-nbclient = pytest.importorskip("nbclient", reason="pip install 'memo-hf[test]'")
-Image = pytest.importorskip("PIL.Image", reason="pip install 'memo-hf[test]'")
+nbformat = pytest.importorskip("nbformat", reason="pip install --no-build-isolation -e '.[test]'")
+nbclient = pytest.importorskip("nbclient", reason="pip install --no-build-isolation -e '.[test]'")
+Image = pytest.importorskip("PIL.Image", reason="pip install --no-build-isolation -e '.[test]'")
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "notebooks"))

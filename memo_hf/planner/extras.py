@@ -1,6 +1,6 @@
 """Solvers that are used where they are installed: OmniMalloc's SuperMalloc and OR-Tools' CP-SAT.
 
-They come with `pip install "memo-hf[solvers]"`, and `placement.place` calls them. Neither is needed: the tree search is
+They come with the extra `solvers`, and `placement.place` calls them. Neither is needed: the tree search is
 as good on most problems.
 """
 
