@@ -282,6 +282,7 @@ def test_every_device_is_in_the_docs_and_another_is_refused_with_the_nearest(cap
         ["--model", "qwen3-8b", "--seq-len", "8K", "--device"],
     )
     assert [name for name in DEVICES if f"`{name}`" not in page] == []
+    assert f"| `--device` | `h100` | {', '.join(DEVICES)}, or cpu" in (ROOT / "docs" / "command_line.md").read_text()
     for name, words in {
         "a100": "device 'a100' is unknown (did you mean 'a100-40' or 'a100-80'?); choose from ['3090', '4090', ",
         "h100-pcie": "device 'h100-pcie' is unknown (did you mean 'h100'?); choose from",

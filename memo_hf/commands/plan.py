@@ -11,6 +11,8 @@ _EPILOG = """examples:
 
 exit code: 0 where the run fits, 1 where it does not, or where --find finds nothing that fits.
 """
+# Not read from the table, which takes a solver with it.
+_DEVICES = "a800, a100-40, a100-80, h100, h200, b200, 3090, 4090, 5090, a6000, l4, l40s"
 _MFU = "model FLOPs, causal attention by half, no recompute; docs/forecast.md"
 _MEASURED = (
     "memo_hf's step was last measured on an H200 with torch's flash kernel; the forecast, which is for cuDNN's, was\n"
@@ -21,8 +23,6 @@ _MEASURED = (
 def add_parser(subparsers):
     """Adds `plan` and its options; returns its parser."""
     import argparse
-
-    from memo_hf.forecasting.hardware import DEVICES
 
     parser = subparsers.add_parser(
         "plan",
@@ -47,7 +47,7 @@ def add_parser(subparsers):
     add("--gpus-per-node", type=int, default=8, help="GPUs that share a node's host memory")
     add("--sequence-parallel", type=int, default=1, help="GPUs that share one sequence (Ulysses)")
     add("--shards", type=int, help="GPUs that share weights, gradients and optimizer; default: all")
-    add("--device", default="h100", help=f"{', '.join(DEVICES)}, or cpu for this machine's")
+    add("--device", default="h100", help=f"{_DEVICES}, or cpu for this machine's")
     add("--device-memory", help="for example 48GiB; default: the device's own")
     add("--flops", help="dense peak in the dtype, FLOPs per second: 989T or 989e12; default: the device's own")
     add(
