@@ -4,12 +4,13 @@ On a CPU accelerate would quietly run something else than FSDP2, so each case sa
 has a run without memo_hf beside it. SGD, no clipping; the loss of a step is the mean over the labels of all ranks.
 """
 
+import copy
 import functools
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from exactness import assert_close, gradients_of
 from harness.ranks import RANKS, forget_accelerate, fsdp_on_cpu, result, run_on_ranks
 from peft import LoraConfig, get_peft_model
@@ -92,7 +93,7 @@ def trainer(model, folder, *, memo, on_host=False, momentum=0.0, **arguments):
             lr_scheduler_type="constant", max_grad_norm=0.0, report_to="none", disable_tqdm=True,
             logging_strategy="no", save_strategy="no", dataloader_pin_memory=False,
         )
-        | arguments
+        | copy.deepcopy(arguments)  # Trainer writes into them
     )  # fmt: skip
     sgd = (torch.optim.SGD, dict(lr=0.5, momentum=momentum))
     memo = MEMO if memo else None
@@ -115,6 +116,7 @@ def trained(make, arguments, rank, *, memo):
     made.add_callback(gradients)
     made.train()
     assert_runs_on(made, "fsdp" in arguments)
+    assert getattr(made.model_wrapped, "static_graph", False) is arguments.get("ddp_static_graph", False)
     if memo:
         stats = made.memo_stats
         assert stats.swapped_bytes == stats.planned_bytes > 0 and not stats.stock_forwards
@@ -124,11 +126,16 @@ def trained(make, arguments, rank, *, memo):
 
 
 tied = functools.partial(full, tie_word_embeddings=True)
+# DDP wants the first backward of a static graph reduced, and Trainer lets it wait where it accumulates.
+EACH_REDUCED = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+STATIC = dict(ddp_static_graph=True, accelerator_config=EACH_REDUCED)
 TRAINED = {
     "DDP": (full, {}),
     "DDP, find_unused_parameters": (full, dict(ddp_find_unused_parameters=True)),
     "DDP, accumulated": (full, dict(gradient_accumulation_steps=2)),
     "DDP, LoRA": (lora, {}),
+    "DDP, static graph": (full, STATIC),
+    "DDP, static graph, accumulated": (full, dict(gradient_accumulation_steps=2, **STATIC)),
     "FSDP2": (full, fsdp()),
     "FSDP2, accumulated": (full, dict(gradient_accumulation_steps=2, **fsdp())),
     "FSDP2, kept whole after forward": (full, fsdp(reshard_after_forward=False)),
@@ -171,21 +178,26 @@ def resumed(kind, memo, rank):
     )
 
 
-def accumulated_by_hand(sharded, rank, *, memo):
+def accumulated_by_hand(sharded, static, rank, *, memo):
     forget_accelerate()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         reshard_after_forward=True, cpu_ram_efficient_loading=False,
     ) if sharded else None  # fmt: skip
     accelerator = MemoAccelerator(
-        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, memo_plugin=MemoPlugin(MEMO) if memo else None
-    )
+        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, memo_plugin=MemoPlugin(MEMO) if memo else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(static_graph=static)],
+    )  # fmt: skip
     model = full()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = torch.utils.data.DataLoader(IDS, batch_size=ROWS)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert accelerator.distributed_type == (DistributedType.FSDP if sharded else DistributedType.MULTI_CPU)
     assert bool(accelerator.is_fsdp2) is sharded and accelerator.num_processes == RANKS
+    assert getattr(wrapped, "static_graph", False) is static
+    if static:  # later ones may wait for their step's last
+        accelerator.backward(wrapped(input_ids=IDS[:ROWS], labels=IDS[:ROWS]).loss)
+        optimizer.zero_grad()
     steps = []
     for ids in loader:
         with accelerator.accumulate(wrapped):
@@ -196,7 +208,7 @@ def accumulated_by_hand(sharded, rank, *, memo):
             optimizer.zero_grad()
     if memo:
         (session,) = accelerator.memo_sessions
-        assert session.stats.forwards == 2 * STEPS and session.stats.swapped_bytes > 0
+        assert session.stats.forwards == 2 * STEPS + static and session.stats.swapped_bytes > 0
     accelerator.free_memory()
     return steps
 
@@ -219,11 +231,11 @@ def refused(rank):
 
 
 RESUMED = [(kind, memo) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT") for memo in (True, False)]
-BY_HAND = {"DDP, by hand": False, "FSDP2, by hand": True}
+BY_HAND = {"DDP, by hand": (False, False), "DDP, static graph, by hand": (False, True), "FSDP2, by hand": (True, False)}
 
 
 def by_hand(name, rank):
-    return {memo: accumulated_by_hand(BY_HAND[name], rank, memo=memo) for memo in (True, False)}
+    return {memo: accumulated_by_hand(*BY_HAND[name], rank, memo=memo) for memo in (True, False)}
 
 
 CASES = {
