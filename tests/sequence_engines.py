@@ -18,6 +18,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ParallelismConfig,
 )
+from deepspeed_cases import NO_REUSE
 from exactness import enabled
 from harness.deepspeed_ranks import forget_states
 from tiny_models import random_ids, tiny
@@ -100,7 +101,7 @@ def peaks(rank, num_ranks):
 
 
 def ds_config(stage):
-    leaf = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": ["LlamaDecoderLayer"]}}
+    leaf = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": ["LlamaDecoderLayer"]}, **NO_REUSE}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0

@@ -1,7 +1,7 @@
 """Ulysses in four real processes over gloo: two sequences on two ranks each (data parallelism), and one on all four.
 
 The processes are started once and run every engine with memo_hf and, as the control, without it. What an engine finds
-for gradients must be those of one process on the joint batch.
+for gradients must be those of one process on the joint batch, by no more collectives than without memo_hf.
 """
 
 import functools
@@ -11,7 +11,7 @@ import pytest
 import torch
 from exactness import assert_close, gradients_of
 from harness.deepspeed_ranks import run_with_deepspeed
-from harness.ranks import result
+from harness.ranks import counted_collectives, result
 from sequence_engines import SHARE, TOKENS, by_accelerate, llama, peaks
 from tiny_models import random_ids
 
@@ -31,6 +31,13 @@ def rows():
     ]
 
 
+def counted(*run):
+    """What `by_accelerate` gives of a run from its start to its end, and the collectives of it all."""
+    with counted_collectives() as collectives:
+        found = by_accelerate(*run)
+    return found, collectives
+
+
 def everything(rank, folder):
     """(name, function) of all that runs in the process of `rank`."""
     import deepspeed
@@ -41,7 +48,7 @@ def everything(rank, folder):
         yield "peak of one", functools.partial(peaks, rank, 1)
     for stage in STAGES:  # last: ZeRO-3 splits what is made from then on
         for memo in (True, False):
-            yield (stage, memo), functools.partial(by_accelerate, rows(), stage, memo)
+            yield (stage, memo), functools.partial(counted, rows(), stage, memo)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +69,21 @@ def of_one_process():
 @pytest.mark.parametrize("stage", STAGES)
 def test_four_ranks_equal_one(ranks, stage, memo):
     """Below stage 3 DeepSpeed's gradients are too large by the ranks of a sequence, with memo_hf and without."""
-    found = result(ranks, (stage, memo))
+    found = [of_rank for of_rank, _ in result(ranks, (stage, memo))]
     gradients, losses = of_one_process()
     for ours in found[1:]:
         assert all(torch.equal(ours[name], found[0][name]) for name in ours if name != "loss")  # reduced
     ours = {name: tensor / (SHARE if stage < 3 else 1) for name, tensor in found[0].items() if name != "loss"}
     assert_close({**ours, "random state": None}, gradients)
     assert [of_rank["loss"].item() for of_rank in found] == pytest.approx([losses[0]] * 2 + [losses[1]] * 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_collective_beyond_the_engines_own(ranks, stage):  # cases 67 and 81
+    for (_, ours), (_, control) in zip(result(ranks, (stage, True)), result(ranks, (stage, False)), strict=True):
+        assert not ours - control
+        assert ours["alltoall_base"] == control["alltoall_base"] == 8 * llama().config.num_hidden_layers
+        assert min(ours["allgather_base"], ours["allreduce"]) > 0  # of the engine's
 
 
 def test_memory_of_four_ranks(ranks):
