@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from datasets import disable_progress_bars
 from harness.deepspeed_ranks import deepspeed_over_gloo
 from harness.forked import run_ranks
+from harness.ranks import fsdp_on_cpu
 from launch_environment import environment_of
 from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint
@@ -48,15 +50,22 @@ def rank_of(rank, recipe, argv, environment, notes, killed_in):
     In the step `killed_in` it is killed between the forward and the backward pass of the last micro-batch.
     """
     disable_progress_bars()
-    if environment:
-        os.environ |= environment
+    os.environ |= environment
+    engine = DistributedType.MULTI_CPU
+    if "ACCELERATE_USE_DEEPSPEED" in environment:
+        engine = DistributedType.DEEPSPEED
         deepspeed_over_gloo()
         PartialState(backend="gloo")  # else accelerate takes CPU processes under DeepSpeed for single ones
+    elif "ACCELERATE_USE_FSDP" in environment:
+        engine = DistributedType.FSDP
+        fsdp_on_cpu()
     compute_loss = Trainer.compute_loss
 
     def noted(self, *args, **kwargs):
         loss = compute_loss(self, *args, **kwargs)
         assert torch.distributed.get_world_size() == self.accelerator.num_processes == RANKS
+        assert self.accelerator.distributed_type == engine
+        assert bool(self.accelerator.is_fsdp2) is (engine == DistributedType.FSDP)
         with open(notes / f"{rank}.txt", "a") as file:
             print(self.state.global_step, loss.item(), file=file)
         if self.state.global_step == killed_in and self.accelerator.sync_gradients:
@@ -70,6 +79,13 @@ def rank_of(rank, recipe, argv, environment, notes, killed_in):
     importlib.import_module(recipe).main(argv)
 
 
+def as_launched(config, **changes):
+    """The environment of a recipe's configuration, in fp32, for `launch`."""
+    environment = {**environment_of(config), "ACCELERATE_MIXED_PRECISION": "no", **changes}
+    del environment["RANK"]
+    return environment
+
+
 def launch(folder, checkpoint, *how, recipe="llama7b_1m", environment=None, killed_in=None):
     """Losses of each step, for each rank, of processes that run a recipe into `folder` until they end or are killed."""
     notes = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -80,7 +96,7 @@ def launch(folder, checkpoint, *how, recipe="llama7b_1m", environment=None, kill
     )
     with killed:
         argv = arguments(checkpoint, folder, *how)
-        run_ranks(rank_of, recipe, argv, environment, notes, killed_in, num_ranks=RANKS)
+        run_ranks(rank_of, recipe, argv, environment or {}, notes, killed_in, num_ranks=RANKS)
     curves = []
     for rank in range(RANKS):
         curves.append({})
@@ -139,11 +155,24 @@ def test_a_stock_run_goes_on_with_memo_hf(checkpoint, uninterrupted, tmp_path):
     assert_same_losses(resumed, whole, range(2, STEPS), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "kind, saved", [("FULL_STATE_DICT", "pytorch_model_fsdp.bin"), ("SHARDED_STATE_DICT", "pytorch_model_fsdp_0")]
+)
+def test_a_killed_run_goes_on_under_fsdp2(checkpoint, uninterrupted, tmp_path, kind, saved):
+    """It has the losses of all steps before it is killed in the last."""
+    output, environment = tmp_path / "output", as_launched("fsdp2_2gpu", FSDP_STATE_DICT_TYPE=kind)
+    killed = launch(output, checkpoint, *MEMO, environment=environment, killed_in=STEPS - 1)
+    assert [path.name for path in output.glob("*")] == ["checkpoint-2"]
+    assert (output / "checkpoint-2" / saved).exists()
+    resumed = launch(output, checkpoint, *MEMO, "--resume_from_checkpoint", "last", environment=environment)
+    assert_same_losses(killed, uninterrupted[1], range(STEPS), 1e-5)
+    assert_same_losses(resumed, killed, range(2, STEPS), 0)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_an_adapter_goes_on_under_zero3_and_ulysses(checkpoint, tmp_path):
     """The flagship's own configuration: both ranks work on one sequence."""
-    environment = {**environment_of("zero3_ulysses_2gpu"), "ACCELERATE_MIXED_PRECISION": "no"}
-    del environment["RANK"]
+    environment = as_launched("zero3_ulysses_2gpu")
     state = json.dumps({"dispatch_batches": False, "use_configured_state": True})
     how = [*MEMO, "--full", "false", "--lora_rank", "2", "--use_cpu", "false", "--gradient_accumulation_steps", "1"]
     how += ["--accelerator_config", state]

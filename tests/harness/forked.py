@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib.util
 import multiprocessing.forkserver
 import os
@@ -51,6 +52,7 @@ def _as_rank(rank: int, num_ranks: int, port: int, limited: bool, function: Call
         MASTER_ADDR="localhost", MASTER_PORT=str(port),
     )  # fmt: skip
     torch.set_num_threads(1)
+    gc.freeze()  # Trainer collects garbage at every end, and would go through all that was imported.
     if limited:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
     function(rank, *args)

@@ -72,7 +72,7 @@ def _work(rank: int, queues: list) -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         os.chdir(folder)
         cases = importlib.import_module(module).CASES
-        gc.freeze()  # Trainer collects garbage at every end, and would go through all that was imported.
+        gc.freeze()  # as all ranks do, and what the cases have imported since
         found = _outcomes(cases, rank)
         torch.save(found, f"{rank}.part")
         os.replace(f"{rank}.part", f"{rank}.pt")
