@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from exactness import assert_close, gradients_of
 from harness.ranks import RANKS, forget_accelerate, fsdp_on_cpu, result, run_on_ranks
 from peft import LoraConfig, get_peft_model
@@ -213,23 +218,23 @@ def accumulated_by_hand(sharded, static, rank, *, memo):
     return steps
 
 
-def refused(rank):
-    told = []
-    for make in (
-        lambda: trainer(full(), "unused", memo=True, **fsdp(activation_checkpointing=True)),
-        lambda: MemoAccelerator(
-            cpu=True,
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True),
-            memo_plugin=MemoPlugin(MEMO),
-        ),
-    ):
-        forget_accelerate()
-        with pytest.raises(ConfigError) as error:
-            make()
-        told.append(str(error.value))
-    return told
+def refusal(plugin, sizes, by_trainer, rank):
+    """What is said as a Trainer or an Accelerator is made, of FSDP2's plugin and of the sizes of other engines."""
+    forget_accelerate()
+    parallelism = ParallelismConfig(**sizes) if sizes else None
+    with pytest.raises(ConfigError) as error:
+        if by_trainer:
+            trainer(full(), "unused", memo=True, parallelism_config=parallelism, **fsdp(**plugin))
+        else:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
+            MemoAccelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=parallelism, memo_plugin=MemoPlugin(MEMO))
+    return str(error.value)
 
 
+REFUSED = {
+    "activation_checkpointing=False in fsdp_config": (dict(activation_checkpointing=True), {}),  # case 68
+    "context parallelism is on (cp_size=2)": ({}, dict(cp_size=2)),  # case 84
+}
 RESUMED = [(kind, memo) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT") for memo in (True, False)]
 BY_HAND = {"DDP, by hand": (False, False), "DDP, static graph, by hand": (False, True), "FSDP2, by hand": (True, False)}
 
@@ -243,7 +248,11 @@ CASES = {
     **{name: functools.partial(both, name) for name in TRAINED},
     **{name: functools.partial(by_hand, name) for name in BY_HAND},
     **{("resumed", *way): functools.partial(resumed, *way) for way in RESUMED},
-    "refused": refused,
+    **{
+        (words, by_trainer): functools.partial(refusal, *how, by_trainer)
+        for words, how in REFUSED.items()
+        for by_trainer in (True, False)
+    },
 }
 
 
@@ -291,6 +300,7 @@ def test_a_run_goes_on_with_and_without_memo_hf(ranks, kind, memo):  # case 87
         assert_close(relevant(found["resumed"]), relevant(found["uninterrupted"]))
 
 
-def test_fsdps_own_checkpointing_is_refused_by_name(ranks):  # case 68
-    for messages in result(ranks, "refused"):
-        assert all("activation_checkpointing=False in fsdp_config" in message for message in messages)
+@pytest.mark.parametrize("by_trainer", [True, False], ids=["Trainer", "Accelerator"])
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_by_name_on_every_rank(ranks, words, by_trainer):
+    assert all(words in told for told in result(ranks, (words, by_trainer)))

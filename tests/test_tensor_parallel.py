@@ -72,22 +72,39 @@ def test_within_context_parallel():  # case 84
         memo_hf.disable(model)
 
 
-def worker(rank, folder):
-    """Loads the model with transformers' own plan, as two processes."""
-    dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+def within_a_context_of_two():
+    """What a rank is told in a forward pass, whose tokens are shared with the other."""
+    model, ids = tiny("llama"), random_ids(1, 32)
+    memo_hf.enable(model, MEMO)
+    with context_parallel(init_device_mesh("cpu", (2,)), buffers=[ids], buffer_seq_dims=[1]):
+        assert ids.shape == (1, 16)
+        language_loss(model, ids)()
+
+
+def loaded_by_a_plan(folder):
+    memo_hf.enable(AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train(), MEMO)
+
+
+def told(function, *args):
     try:
-        memo_hf.enable(model, MEMO)
-        found = "nothing"
-    except UnsupportedModelError as error:
-        found = str(error)
-    (Path(folder) / f"{rank}.txt").write_text(found)
+        function(*args)
+    except (ConfigError, UnsupportedModelError) as error:
+        return str(error)
+    return "nothing"
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo")
+    found = [told(loaded_by_a_plan, folder), told(within_a_context_of_two)]
+    (Path(folder) / f"{rank}.txt").write_text("\n".join(found))
     dist.destroy_process_group()
 
 
-def test_loaded_with_a_tensor_parallel_plan(tmp_path):
+def test_two_processes(tmp_path):
+    """A model loaded by transformers' own tensor parallel plan, and a forward pass in torch's context parallelism."""
     tiny("llama").save_pretrained(tmp_path)
     run_ranks(worker, str(tmp_path), num_ranks=2)
     for rank in range(2):
-        found = (tmp_path / f"{rank}.txt").read_text()
-        assert re.search("with tensor parallelism over 2 ranks: its all-reduces", found), found
+        plan, context = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert re.search("with tensor parallelism over 2 ranks: its all-reduces", plan), plan
+        assert re.search("context_parallel, whose ring attention cannot run", context), context  # case 84
