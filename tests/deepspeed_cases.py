@@ -65,6 +65,7 @@ def ds_config(stage, *, accumulate=1, bf16=False, **zero):
     }
 
 
+STAGES = (1, 2, 3)
 ON_CPU = {"device": "cpu"}
 # Nothing is kept for its next use, so each gather is seen.
 NO_REUSE = dict(stage3_max_live_parameters=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
@@ -353,6 +354,6 @@ def everything(rank, folder):
     yield "planned", functools.partial(planned, rank)
     yield "refusals", functools.partial(refusals, rank)
     yield "state", functools.partial(saved_and_loaded, rank, 3, folder)
-    for stage in (2, 3):
+    for stage in STAGES:  # 3 last: from there on what is made is partitioned
         yield ("Trainer", stage), functools.partial(by_trainer, stage, folder)
         yield ("resume", stage), functools.partial(resumed_by_trainer, stage, folder)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed_cases import CASES, RANKS, everything, full, own_rows
+from deepspeed_cases import CASES, RANKS, STAGES, everything, full, own_rows
 from exactness import assert_close, gradients_of, language_loss
 from harness.deepspeed_ranks import run_with_deepspeed
 from harness.ranks import result
@@ -68,13 +68,13 @@ def test_initialize_without_accelerate(ranks):
     assert_close(result(ranks, "initialize")[0], joint_gradients())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_trainer(ranks, stage):
     """ZeRO-3 has partitioned the model while `from_pretrained` loaded it."""
     assert_close(result(ranks, ("Trainer", stage))[0], joint_gradients())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_trainer_resumes(ranks, stage):
     found = result(ranks, ("resume", stage))[0]
     assert len(found["uninterrupted"]) == 4 and found["resumed"] == found["uninterrupted"]
