@@ -72,6 +72,7 @@ NO_REUSE = dict(stage3_max_live_parameters=0, stage3_max_reuse_distance=0, stage
 CASES = {
     "ZeRO-1": (full, ds_config(1)),
     "ZeRO-2, accumulated": (full, ds_config(2, accumulate=2)),
+    "ZeRO-2, tied weights": (tied, ds_config(2)),
     "ZeRO-2, LoRA": (lora, ds_config(2)),
     "ZeRO-2, offload, overlap_comm": (full, ds_config(2, offload_optimizer=ON_CPU, overlap_comm=True)),
     "ZeRO-2, bf16": (full, ds_config(2, bf16=True)),

@@ -183,18 +183,20 @@ def resumed(kind, memo, rank):
     )
 
 
-def accumulated_by_hand(sharded, static, rank, *, memo):
+def accumulated_by_hand(name, rank, *, memo):
     forget_accelerate()
+    make, settings = BY_HAND[name]
+    sharded, static = "FSDP2" in name, settings.get("static_graph", False)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         reshard_after_forward=True, cpu_ram_efficient_loading=False,
     ) if sharded else None  # fmt: skip
     accelerator = MemoAccelerator(
         cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, memo_plugin=MemoPlugin(MEMO) if memo else None,
-        kwargs_handlers=[DistributedDataParallelKwargs(static_graph=static)],
+        kwargs_handlers=[DistributedDataParallelKwargs(**settings)],
     )  # fmt: skip
-    model = full()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = make()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     loader = torch.utils.data.DataLoader(IDS, batch_size=ROWS)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert accelerator.distributed_type == (DistributedType.FSDP if sharded else DistributedType.MULTI_CPU)
@@ -208,7 +210,7 @@ def accumulated_by_hand(sharded, static, rank, *, memo):
         with accelerator.accumulate(wrapped):
             accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
             if accelerator.sync_gradients:
-                steps.append(whole((n, p.grad) for n, p in model.named_parameters()))
+                steps.append(whole((n, p.grad) for n, p in model.named_parameters() if p.grad is not None))
             optimizer.step()
             optimizer.zero_grad()
     if memo:
@@ -236,11 +238,17 @@ REFUSED = {
     "context parallelism is on (cp_size=2)": ({}, dict(cp_size=2)),  # case 84
 }
 RESUMED = [(kind, memo) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT") for memo in (True, False)]
-BY_HAND = {"DDP, by hand": (False, False), "DDP, static graph, by hand": (False, True), "FSDP2, by hand": (True, False)}
+BY_HAND = {
+    "DDP, by hand": (full, {}),
+    "DDP, static graph, by hand": (full, dict(static_graph=True)),
+    "DDP, LoRA, find_unused_parameters, by hand": (lora, dict(find_unused_parameters=True)),  # case 88
+    "FSDP2, by hand": (full, {}),
+    "FSDP2, LoRA, by hand": (lora, {}),
+}
 
 
 def by_hand(name, rank):
-    return {memo: accumulated_by_hand(*BY_HAND[name], rank, memo=memo) for memo in (True, False)}
+    return {memo: accumulated_by_hand(name, rank, memo=memo) for memo in (True, False)}
 
 
 CASES = {
@@ -282,7 +290,7 @@ def one_process(make, rows_of_step, labels):
 def test_gradients_equal_one_process(ranks, name):
     found = result(ranks, name)
     accumulates = 2 if "accumulated" in name or name in BY_HAND else 1
-    make, _ = TRAINED.get(name, (full, None))
+    make, _ = {**TRAINED, **BY_HAND}[name]
     joint = one_process(make, accumulates * ROWS * RANKS, IDS if name in BY_HAND else LABELS)
     ours, stock = found[0][True], found[0][False]
     assert len(ours) == len(stock) == STEPS
