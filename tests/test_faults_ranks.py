@@ -6,13 +6,17 @@ error on every rank that names the rank and what differs.
 
 import contextlib
 import functools
+import os
 import time
+import warnings
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from exactness import assert_close, enabled, gradients_of
+from harness.forked import run_ranks
 from harness.ranks import RANKS, counted_collectives, result, run_on_ranks
 from tiny_models import random_ids, tiny
 from torch.distributed.distributed_c10d import _get_default_store
@@ -275,3 +279,28 @@ def test_ranks_with_more_batches_than_others_do_not_wait(ranks):
 def test_a_rank_that_does_not_come_is_named(ranks):
     message, _ = result(ranks, "absent")
     assert "rank 1 did not come to training forward pass 1 within 1 s, where rank 0 waits" in message
+
+
+def end_of_rank_zero(rank, folder):
+    """Rank 0 ends between steps, and with it the store by which the ranks agree, as they do in their fourth pass."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    wrapped, ready = DistributedDataParallel(model := full(), broadcast_buffers=False), folder / "ready"
+    with enabled(model, **SETTINGS):
+        for _ in range(3):
+            mean_over_ranks(wrapped, rank).backward()
+        if rank == 0:
+            while not ready.exists():
+                time.sleep(0.01)
+            os._exit(0)  # without a word to the others
+        ready.touch()
+        with pytest.raises(RankError) as error:
+            mean_over_ranks(wrapped, rank)
+    (folder / "told.txt").write_text(str(error.value))
+
+
+def test_a_rank_that_is_gone_is_named(tmp_path):
+    run_ranks(end_of_rank_zero, tmp_path, num_ranks=RANKS)
+    told = (tmp_path / "told.txt").read_text()
+    assert "rank 1 cannot reach the others at training forward pass 4" in told
+    assert "usually rank 0, has ended" in told
