@@ -10,14 +10,13 @@ import os
 import time
 import warnings
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from exactness import assert_close, enabled, gradients_of
 from harness.forked import run_ranks
-from harness.ranks import RANKS, counted_collectives, result, run_on_ranks
+from harness.ranks import RANKS, counted_collectives, failing_check, result, run_on_ranks
 from tiny_models import random_ids, tiny
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memo_hf.agreement import Agreement
 from memo_hf.errors import HostMemoryError, RankError
-from memo_hf.layers.check import StackVerdict, Verdict, check_stack
 
 LENGTHS = (37, 97)
 IDS = [random_ids(2, length, seed=rank) for rank, length in enumerate(LENGTHS)]
@@ -84,16 +82,7 @@ def uneven(engine, loss, settings, rank):
 
 
 def check_fails(engine, which, rank):
-    def check(stack):
-        found = check_stack(stack)
-        if rank == 1:
-            layers = [
-                Verdict(None, "made to fail") if i in which else verdict for i, verdict in enumerate(found.layers)
-            ]
-            return StackVerdict(layers, found.after_layers)
-        return found
-
-    with mock.patch("memo_hf.session.check_stack", check):
+    with failing_check(which if rank == 1 else ()):
         return steps(engine, rank, mean_over_ranks, SETTINGS)
 
 
@@ -120,12 +109,12 @@ def short_of_host_memory(rank):
 
 
 def planned(rank):
-    """Rank 1 has less host memory and comes late; then the plan file of rank 0 is all that a second run has."""
-    host = "1GiB" if rank == 0 else "600KiB"
+    """Rank 1 has less memory of both kinds and comes late; then the plan file of rank 0 is all a second run has."""
+    budgets = [dict(host_memory="1GiB"), dict(host_memory="600KiB", device_memory="1GiB")]
     ids, found, folder = random_ids(2, 256), [], f"plans of {rank}"
     for _ in range(2):
         model = full()
-        with enabled(model, **SOLVED, host_memory=host, plan_file=f"{folder}/plan.json") as session:
+        with enabled(model, **{**SOLVED, **budgets[rank]}, plan_file=f"{folder}/plan.json") as session:
             wrapped, planner = DistributedDataParallel(model), session.planners[0]
             if rank == 1:
                 time.sleep(0.5)
@@ -136,7 +125,8 @@ def planned(rank):
             for _ in range(2):
                 wrapped(input_ids=ids, labels=ids).loss.backward()
             stats = session.stats
-            told["plan"] = (planner.measurement, planner.choice, stats.strategy, stats.host_budget_bytes)
+            told["plan"] = (planner.measurement, planner.choice, stats.strategy)
+            told["budgets"] = (stats.host_budget_bytes, planner.device_budget_bytes)
             found.append(told)
     return found
 
@@ -265,8 +255,9 @@ def test_all_plan_from_the_slowest_and_the_least(ranks):
     assert first["began"] > second["came"]  # The profile began when the late rank had come, so that all copy at once.
     assert first["measured_at_once"] is None
     assert first["plan"] == second["plan"]
-    measured, choice, _, host_bytes = first["plan"]
-    assert measured is not None and host_bytes == 300 * 1024  # half of the least node
+    measured, *_ = first["plan"]
+    assert measured is not None
+    assert first["budgets"] == second["budgets"] == (300 * 1024, 2**30)  # half of the least node, and the least device
     # Rank 0 reads its plan file for all; rank 1 has none.
     assert first_again["measured_at_once"] == second_again["measured_at_once"] == measured
     assert first_again["plan"] == second_again["plan"] == first["plan"]

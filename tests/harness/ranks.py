@@ -14,8 +14,9 @@ import os
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,22 @@ def counted_collectives() -> Iterator[Counter]:
     # As they were recorded: making torch's tree of events of them takes a hundred times as long as a step.
     names = [event.name() for event in profile.kineto_results.events()]
     counts.update(name.removeprefix("c10d::").strip("_") for name in names if name.startswith("c10d::"))
+
+
+@contextlib.contextmanager
+def failing_check(layers: Collection[int]) -> Iterator[None]:
+    """The check of a model that is enabled in the body says of these layers that they have to run whole."""
+    from memo_hf.layers.check import StackVerdict, Verdict, check_stack
+
+    def check(stack):
+        found = check_stack(stack)
+        failed = Verdict(None, "made to fail")
+        return StackVerdict(
+            [failed if index in layers else verdict for index, verdict in enumerate(found.layers)], found.after_layers
+        )
+
+    with mock.patch("memo_hf.session.check_stack", check):
+        yield
 
 
 def fsdp_on_cpu() -> None:
