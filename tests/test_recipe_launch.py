@@ -164,7 +164,6 @@ def batched(rows, number):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-@pytest.mark.nodes
 def test_two_nodes_train_what_one_process_trains(tmp_path, monkeypatch):
     """The flagship under its own configuration, on two nodes with two ranks to a sequence, over gloo."""
     folder = write_checkpoint(tmp_path / "model")
