@@ -6,6 +6,7 @@ has a run without memo_hf beside it. SGD, no clipping; the loss of a step is the
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -163,14 +164,15 @@ def saved_keys(folder: Path, kind):
     return set(FileSystemReader(folder / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata)
 
 
-def resumed(kind, memo, rank):
+def resumed(what, kind, memo, rank):
     """A run with or without memo_hf, and the rest of it anew from its first checkpoint, the other way round."""
-    folder, arguments = Path(f"saved {kind} {memo}"), dict(momentum=0.5, **fsdp(state_dict_type=kind))
-    first = trainer(full(), folder, memo=memo, save_strategy="steps", save_steps=1, **arguments)
+    make, folder = MODELS[what], Path(f"saved {what} {kind} {memo}")
+    arguments = dict(momentum=0.5, **fsdp(state_dict_type=kind))
+    first = trainer(make(), folder, memo=memo, save_strategy="steps", save_steps=1, **arguments)
     first.train()
     assert_runs_on(first, sharded=True)
     uninterrupted = whole(first.model.named_parameters())
-    second = trainer(full(), folder, memo=not memo, **arguments)
+    second = trainer(make(), folder, memo=not memo, **arguments)
     second.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     assert second.state.global_step == STEPS
     second.save_model(str(folder / "end"))
@@ -237,7 +239,9 @@ REFUSED = {
     "activation_checkpointing=False in fsdp_config": (dict(activation_checkpointing=True), {}),  # case 68
     "context parallelism is on (cp_size=2)": ({}, dict(cp_size=2)),  # case 84
 }
-RESUMED = [(kind, memo) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT") for memo in (True, False)]
+MODELS = {"all": full, "LoRA": lora}
+KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+RESUMED = [*itertools.product(["all"], KINDS, [True, False]), ("LoRA", KINDS[0], True)]
 BY_HAND = {
     "DDP, by hand": (full, {}),
     "DDP, static graph, by hand": (full, dict(static_graph=True)),
@@ -299,12 +303,15 @@ def test_gradients_equal_one_process(ranks, name):
         assert_close(relevant(ours[step]), expected, 1e-1 if "bf16" in name else 1e-5)
 
 
-@pytest.mark.parametrize("kind, memo", RESUMED)
-def test_a_run_goes_on_with_and_without_memo_hf(ranks, kind, memo):  # case 87
-    names = set(full().state_dict())
-    for found in result(ranks, ("resumed", kind, memo)):
+@pytest.mark.parametrize("what, kind, memo", RESUMED)
+def test_a_run_goes_on_with_and_without_memo_hf(ranks, what, kind, memo):  # case 87
+    names = {name for name in MODELS[what]().state_dict() if what == "all" or "lora" in name}
+    of_ranks = result(ranks, ("resumed", what, kind, memo))
+    # Trainer exports nothing of sharded state dicts.
+    exported = {name.replace(".default", "") for name in names} if kind == "FULL_STATE_DICT" else set()
+    assert of_ranks[0]["exported"] == exported
+    for found in of_ranks:
         assert found["keys"] == (names if kind == "FULL_STATE_DICT" else {f"model.{name}" for name in names})
-        assert found["exported"] in (set(), names)
         assert_close(relevant(found["resumed"]), relevant(found["uninterrupted"]))
 
 
