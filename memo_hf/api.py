@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memo_hf.config import MemoConfig
 from memo_hf.errors import ConfigError
@@ -13,7 +14,8 @@ def enable(model: nn.Module, config: MemoConfig | None = None) -> Session:
     """Train `model` with its activations swapped and recomputed per token, from the next forward pass on.
 
     Args:
-        model: a transformers model, or a peft model around one, before it is wrapped in DDP, FSDP or DeepSpeed.
+        model: a transformers model, or a peft model around one, before DeepSpeed wraps it. DDP and FSDP2 may be around
+            it already.
         config: settings; not given: `MemoConfig()`.
 
     Returns:
@@ -31,9 +33,13 @@ def enable(model: nn.Module, config: MemoConfig | None = None) -> Session:
     config = MemoConfig() if config is None else config
     if not isinstance(config, MemoConfig):
         raise ConfigError(f"config is {type(config).__name__}; pass a MemoConfig, or MemoConfig.from_dict(...)")
-    return Session(model, config)
+    return Session(_within_ddp(model), config)
 
 
 def disable(model: nn.Module) -> None:
     """Leave `model` as `enable` found it, and free all host memory. Raises `MemoError` where it is not enabled."""
-    session_of(model).close()
+    session_of(_within_ddp(model)).close()
+
+
+def _within_ddp(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -99,6 +99,8 @@ RUNS = {
     "DDP, LoRA, static graph": (lora, static, one_backward),
     "DDP, accumulated": (full, ddp, accumulated),
     "DDP, LoRA, accumulated": (lora, ddp, accumulated),
+    "DDP, enabled once wrapped": (full, ddp, one_backward),  # case 82
+    "FSDP2, enabled once wrapped": (full, sharded, one_backward),
     "DDP, layer mode": (full, ddp, one_backward),
     "FSDP2": (full, sharded, one_backward),
     "FSDP2, kept whole after forward": (full, functools.partial(fsdp, reshard_after_forward=False), one_backward),
@@ -119,8 +121,10 @@ def run(name, rank, *, memo):
     model, ids = make(), IDS[2 * rank : 2 * rank + 2]
     settings = LAYER_MODE if "layer mode" in name else SETTINGS
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(enabled(model, **settings)) if memo else None
-        wrapped = wrap(model)
+        is_late = "once wrapped" in name
+        wrapped = wrap(model) if is_late else None
+        session = stack.enter_context(enabled(wrapped or model, **settings)) if memo else None
+        wrapped = wrapped or wrap(model)
         ready = Counter()
         for key, parameter in model.named_parameters():
             if memo and parameter.requires_grad:
