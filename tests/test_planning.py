@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import logging
+import math
 import random
 import runpy
 from pathlib import Path
@@ -40,6 +41,12 @@ def enabled(model=None, **settings):
     return memo_hf.enable(
         model or tiny("llama", num_hidden_layers=5), memo_hf.MemoConfig(**{"min_tokens": 0, **memory, **settings})
     )
+
+
+@pytest.fixture
+def never_checkpoints(monkeypatch):
+    """On a busy machine the times of such small layers may say that activation checkpointing is as fast."""
+    monkeypatch.setattr("memo_hf.planner.swap_fraction._TIE", -math.inf)
 
 
 def test_the_first_step_is_measured_and_the_second_is_planned():
@@ -183,7 +190,7 @@ def test_a_cgroup_of_its_own_lowers_the_fraction(monkeypatch, tmp_path):
     session.close()
 
 
-def test_device_memory_bounds_models_that_no_forecast_describes():
+def test_device_memory_bounds_models_that_no_forecast_describes(never_checkpoints):
     session = enabled(tiny("deepseek_v3", num_hidden_layers=5), chunk_size=64, qkv="swap", host_memory="1GiB")
     for _ in range(2):
         train(session.model, 512)
@@ -200,7 +207,7 @@ def test_device_memory_bounds_models_that_no_forecast_describes():
     session.close()
 
 
-def test_a_host_too_small_for_h_and_o_has_layers_that_send_h_alone():
+def test_a_host_too_small_for_h_and_o_has_layers_that_send_h_alone(never_checkpoints):
     # h of three layers of 512 tokens: 192 KiB; h and o: 408 KiB.
     session = enabled(chunk_size=64, host_memory="300KiB")
     for _ in range(3):
@@ -260,7 +267,7 @@ def test_rebuilt_beside_swapped_tokens():
         session.close()
 
 
-def test_report_has_forecast_beside_measured():
+def test_report_has_forecast_beside_measured(never_checkpoints):
     session = enabled(chunk_size=64)
     for _ in range(3):
         train(session.model, 256)
@@ -311,7 +318,7 @@ def test_chunks_are_a_sixteenth_within_bounds(device, tokens, chunk):
     assert default_chunk_tokens(tokens, device) == chunk
 
 
-def test_what_the_first_step_took_beside_the_layers_is_not_held_against_later_lengths():
+def test_what_the_first_step_took_beside_the_layers_is_not_held_against_later_lengths(never_checkpoints):
     session = enabled(chunk_size=64)
     planner = session.planners[0]
     train(session.model, 512)

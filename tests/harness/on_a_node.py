@@ -4,6 +4,7 @@ on_a_node.py FOLDER ARGUMENTS...    each rank leaves in FOLDER what it decided w
 """
 
 import gc
+import math
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent / "recipes")]
 import llama7b_1m  # noqa: E402
 from harness.deepspeed_ranks import deepspeed_over_gloo  # noqa: E402
 
+from memo_hf.planner import swap_fraction  # noqa: E402
 from memo_hf.session import Session  # noqa: E402
 
 
@@ -29,6 +31,8 @@ def main(folder, argv):
     node = os.environ["GROUP_RANK"]
     socket.gethostname = lambda: f"node {node}"
     PartialState(backend="gloo")  # else accelerate takes CPU processes under DeepSpeed for single ones
+    # On a busy machine the times of such small layers may say that activation checkpointing is as fast.
+    swap_fraction._TIE = -math.inf
     close = Session.close
 
     def noted(session):
