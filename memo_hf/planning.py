@@ -18,6 +18,7 @@ from torch import nn
 from memo_hf.config import MemoConfig
 from memo_hf.first_step import Choice, FirstStep
 from memo_hf.forecasting.running import Held, RunForecast
+from memo_hf.optimizer_states import OptimizerStates
 from memo_hf.plan_file import PlanFile
 from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
 from memo_hf.planner.swap_fraction import SwapPlan
@@ -59,12 +60,22 @@ class Planner:
         config: the settings.
         model: the whole model.
         layers: the decoder layers of the stack.
+        states: of the model's optimizers.
         attends: some of them run in token mode, so that there is something to choose.
         share: of the host budget and of the plan file; the first stack alone keeps plans in a file.
     """
 
-    def __init__(self, config: MemoConfig, model: nn.Module, layers: list[nn.Module], *, attends: bool, share=(0, 1)):
-        self._config, self._model, self._layers = config, model, layers
+    def __init__(
+        self,
+        config: MemoConfig,
+        model: nn.Module,
+        layers: list[nn.Module],
+        states: OptimizerStates,
+        *,
+        attends: bool,
+        share=(0, 1),
+    ):
+        self._config, self._model, self._layers, self._states = config, model, layers, states
         self._file = PlanFile(config, model, layers, is_kept=share[0] == 0)
         self._solver = StackSolver(config, model, layers)
         self._steps = StepForecast(self._solver)
@@ -115,8 +126,8 @@ class Planner:
         now = time.perf_counter()
         if shape != self._steps.shape:
             self._steps.learn_rest(self._planned)
-            if not self._solves_on(engine.device):
-                self._take(read_device(self._model, self._config, engine.device))  # for the forecast alone
+        if not self._solves_on(engine.device):
+            self._take(self._read_device(engine.device))  # for the forecast alone
         self._steps.times.begin(shape, now)
         if not self._solves:
             return self.choice
@@ -235,7 +246,7 @@ class Planner:
 
     def _know(self, device: torch.device, *, reads_plans: bool = True) -> Memory:
         """Read what this rank can: plans, the profile where there is one, and the device's memory, as returned."""
-        memory = read_device(self._model, self._config, device)
+        memory = self._read_device(device)
         if self._book is None:
             if reads_plans:
                 self._book = self._file.load(device, self.sequence_parallel)
@@ -244,6 +255,16 @@ class Planner:
         if self._first.read(memory.static_bytes):
             self._steps.times.restart()  # it was slower than others
         return memory
+
+    def _read_device(self, device: torch.device) -> Memory:
+        self._read = device, self._states.num_bytes(device)
+        return read_device(self._model, self._config, device, self._states)
+
+    def _memory_with_states(self) -> Memory:
+        """With the states of optimizers that have made them since the last pass began."""
+        device, num_bytes = self._read
+        came, held = self._states.num_bytes(device) - num_bytes, self._memory.held
+        return dataclasses.replace(self._memory, held=Held(held.static_bytes + came, held.gradient_bytes))
 
     def _take(self, device: Memory) -> None:
         self._memory = dataclasses.replace(device, host_bytes=self._memory.host_bytes)
@@ -261,7 +282,7 @@ class Planner:
             return None
         found = self._solver.forecast(
             self._steps.shape,
-            self._memory,
+            self._memory_with_states(),
             swap_fraction=choice.swap_fraction,
             rebuilds_qkv=choice.rebuild_qkv,
             num_kept=len(self._layers) - choice.first_kept,

@@ -27,6 +27,7 @@ from memo_hf.layers.patch import Patch
 from memo_hf.layers.refusals import refuse_replicas, refuse_tensor_parallelism, refuse_what_cannot_be
 from memo_hf.layers.step import Step
 from memo_hf.layers.zero import Leaves, Offload, refuse_late_enabling, refuse_settings
+from memo_hf.optimizer_states import OptimizerStates
 from memo_hf.passes import Passes
 from memo_hf.patched_stack import PatchedStack, enabled_layers
 from memo_hf.planner.budgets import host_budget_bytes
@@ -93,6 +94,7 @@ class Session:
         self._offload = Offload(model)
         self.serving = Serving(model, config)
         self._device_peak = PeakWatch()
+        self._states = OptimizerStates(model)
         try:
             self._leaves = Leaves([layer for _, layer in layers])
             for index, stack in enumerate(stacks):
@@ -193,6 +195,7 @@ class Session:
         self._close_engine()
         self.joint.close()
         self.serving.close()
+        self._states.close()
         _sessions.pop(id(self.model), None)
 
     def _close_engine(self) -> None:
@@ -205,7 +208,7 @@ class Session:
         checked = self._checked(stack)
         attends = any(verdict.recipe for verdict in checked.layers)
         layers = [layer for _, layer in stack.layers]
-        self.planners.append(Planner(self.config, self.model, layers, attends=attends, share=share))
+        self.planners.append(Planner(self.config, self.model, layers, self._states, attends=attends, share=share))
         patched = PatchedStack(self, stack, checked.layers, self.planners[-1])
         self._stacks.append(patched)
         for index, ((name, layer), verdict) in enumerate(zip(stack.layers, checked.layers, strict=True)):
@@ -282,7 +285,7 @@ class Session:
         """How the forward pass that has begun runs is decided: says so once, where a run begins."""
         if not self._has_begun:
             self._has_begun = True
-            self.say(start_line(self.stats, *shape, planner.forecast()))
+            self.say(start_line(self.stats, *shape, planner.forecast(), self._states.has_stepped))
 
     def note_evaluation(self) -> None:
         """A forward pass with gradients ran untouched, in eval mode."""

@@ -18,7 +18,7 @@ ROWS = [
     {"report"},
     {"swap", "allocator"},
     {"profiler"},
-    {"layers", "agreement"},
+    {"layers", "agreement", "optimizer_states"},
     {"plan_file"},
     {"solving"},
     {"step_forecast", "first_step"},

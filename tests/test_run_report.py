@@ -12,7 +12,7 @@ from adapters import lora
 from exactness import enabled
 from tiny_models import random_ids, tiny
 from trainer_runs import LAYERS, MEMO, arguments, random_rows, tiny_llama
-from transformers import ProgressCallback
+from transformers import AutoModelForCausalLM, ProgressCallback
 
 import memo_hf
 from memo_hf import MemoConfig, MemoTrainer
@@ -24,8 +24,8 @@ from memo_hf.report.run_plots import figures
 IDS = random_ids(2, 64)
 
 
-def step(model):
-    model(input_ids=IDS, labels=IDS).loss.backward()
+def step(model, ids=IDS):
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 def test_the_first_line_says_all_that_is_known(caplog):
@@ -202,7 +202,7 @@ def test_a_trainer_prints_the_line_once_and_saves_the_report(tmp_path, capsys):
     metered = (tmp_path / "no" / "folder" / "metered.txt").read_text()
     assert ", measured 1.91 MiB" in metered and "not measured" not in metered
     assert ", not measured; to have it beside" in trainer.memo_report
-    assert "trainer.save_memo_report(path, meter.peak_bytes)" in trainer.memo_report
+    assert "trainer.save_memo_report(path, meter.peak_with(model))" in trainer.memo_report
     for name in ("report.md", "report"):
         with pytest.raises(ConfigError, match="end the name in"):
             trainer.save_memo_report(tmp_path / name)
@@ -257,6 +257,32 @@ def test_on_a_gpu_the_peak_is_torchs_where_it_is_of_these_steps(monkeypatch):
     counted[0] = 400
     peak.begin_step(gpu, (1, 32))
     assert peak.num_bytes is None  # the others took that
+
+
+def test_the_forecast_has_the_optimizers_states(tmp_path):
+    """Beside what a meter saw of a model that transformers has mapped from its file."""
+    gc.collect()  # what goes while the meter runs would be taken off
+    wide = dict(num_hidden_layers=3, hidden_size=256, intermediate_size=1024)  # states are most of what there is
+    tiny("llama", **wide).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).train()
+    said = []
+    with enabled(model, swap_fraction=0.0) as session:
+        session.say = said.append
+        with AllocatorMeter() as meter:
+            optimizer = torch.optim.AdamW(model.parameters())
+            peaks = []
+            for _ in range(2):
+                step(model)
+                peaks.append(session.run_report().forecast.device_bytes)
+                optimizer.step()
+                optimizer.zero_grad()
+        report = session.run_report(meter.peak_with(model))
+    states = 2 * sum(p.nbytes for p in model.parameters())
+    (line,) = said
+    assert line.endswith("beside the optimizer's states")
+    assert peaks[1] - peaks[0] == pytest.approx(states, rel=0.001)  # and a counter for each parameter
+    (found,) = [figures for figures in report.compared if figures[0] == "device peak"]
+    assert found[2] == pytest.approx(found[3], rel=0.1)
 
 
 def test_the_report_takes_the_peak_of_the_device(monkeypatch):

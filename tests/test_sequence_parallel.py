@@ -363,7 +363,7 @@ def test_refusals(ranks, name, message):
 
 
 def test_windows_are_of_a_ranks_own_tokens():
-    planner = Planner(MemoConfig(), llama(), [nn.Linear(1, 1)], attends=True)
+    planner = Planner(MemoConfig(), llama(), [nn.Linear(1, 1)], None, attends=True)
     planner.sequence_parallel = 4
     layer = nn.Linear(1, 1)
     layer.sliding_window = 1024

@@ -169,6 +169,14 @@ class AllocatorMeter:
         """The highest `live_bytes` since the block began or `reset_peak` was called, until its end."""
         return self._gauge.peak(self) if self._active else self._final[1]
 
+    def peak_with(self, model: torch.nn.Module) -> int:
+        """`peak_bytes` of a block that `model` was made before, with its parameters and buffers, which the meter does
+        not see there on a CPU. Nor does it see weights that transformers has mapped from a file: load a model before
+        the block. What else was there before, such as an optimizer's states, is left out.
+        """
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(model)}
+        return self.peak_bytes - self.start_bytes + sum(held.values())
+
     @property
     def num_allocs(self) -> int:
         """How many tensor allocations, of at least one byte, there were since the block began, until its end."""
@@ -179,3 +187,8 @@ class AllocatorMeter:
         if not self._active:
             raise RuntimeError("this AllocatorMeter is not running; reset_peak belongs inside its `with` block")
         self._gauge.reset(self)
+
+
+def _tensors_of(model: torch.nn.Module):
+    yield from model.parameters()
+    yield from model.buffers()

@@ -9,13 +9,14 @@ from memo_hf.units import format_bytes
 _TOLERANCE = 0.10
 
 
-def start_line(stats, batch_size: int, num_tokens: int, forecast) -> str:
+def start_line(stats, batch_size: int, num_tokens: int, forecast, has_stepped: bool) -> str:
     """The line that a run begins with: mode, swap fraction, limit, host memory, and what the forecast says.
 
     Args:
         stats: the session's `SessionStats`, once the first forward pass is decided.
         batch_size, num_tokens: of that pass: sequences, and tokens of each.
         forecast: its `RunForecast`, or None where the model is not one that the forecast describes.
+        has_stepped: an optimizer has, so that its states are among what is forecast.
     """
     line = stats.describe()
     if stats.host_budget_bytes:
@@ -24,7 +25,7 @@ def start_line(stats, batch_size: int, num_tokens: int, forecast) -> str:
         return line
     line += (
         f"; forecast for {batch_size} x {num_tokens:,} tokens: {format_bytes(forecast.host_bytes)} swapped, "
-        f"device peak {format_bytes(forecast.device_bytes)}"
+        f"device peak {format_bytes(forecast.device_bytes)}" + ("" if has_stepped else " beside the optimizer's states")
     )
     return line if forecast.step_seconds is None else f"{line}, step {forecast.step_seconds:.3g} s"
 
@@ -40,8 +41,9 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
     """
     modes = Counter((layer.mode, layer.reason) for layer in stats.layers)
     lines = [f"  {number} x {mode} mode: {reason}" for (mode, reason), number in modes.items()]
+    if stats.forwards:
+        lines += [f"  chunk: {stats.chunk_size} tokens", f"  {_what_is_swapped(stats)}"]
     lines += [
-        f"  chunk: {stats.chunk_size} tokens",
         f"  planned {format_bytes(stats.planned_bytes)}, swapped {format_bytes(stats.swapped_bytes)}, "
         f"prefetched {format_bytes(stats.prefetched_bytes)} in the last step",
         f"  host: peak {format_bytes(stats.peak_host_bytes)}, reserved {format_bytes(stats.host_reserved_bytes)}"
@@ -58,14 +60,23 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
     return lines + ([] if forecast is None else _device_peak(figures, forecast))
 
 
+def _what_is_swapped(stats) -> str:
+    if stats.strategy != "memo":
+        return "swapped: nothing; activation checkpointing is predicted to be as fast, and runs"
+    always = "inputs" + (", q/k/v" if stats.qkv == "swap" else "") + " and attention outputs of all tokens"
+    if not stats.swap_fraction:
+        return f"swapped: {always}; the rest is recomputed"
+    return f"swapped: {always}, and all else of {stats.swap_fraction:.1%} of them; the rest is recomputed"
+
+
 def _device_peak(figures, forecast) -> list[str]:
     """The device's peak where nobody has measured it, and what it would be without memo_hf."""
     lines = []
     if all(what != "device peak" for what, *_ in figures):
         lines.append(
-            f"  device peak: forecast {format_bytes(forecast.device_bytes)}, not measured; to have it beside, make the "
-            "model and train in `with memo_hf.allocator.meter.AllocatorMeter() as meter:` and call "
-            "session.report(meter.peak_bytes), under Trainer trainer.save_memo_report(path, meter.peak_bytes)"
+            f"  device peak: forecast {format_bytes(forecast.device_bytes)}, not measured; to have it beside, train "
+            "in `with memo_hf.allocator.meter.AllocatorMeter() as meter:` and call session.report(meter.peak_with("
+            "model)), under Trainer trainer.save_memo_report(path, meter.peak_with(model))"
         )
     without = ", ".join(f"{name} {format_bytes(size)}" for name, size in forecast.device_bytes_without.items())
     return lines + [f"  without memo_hf, by forecast: {without}"]
