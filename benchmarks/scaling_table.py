@@ -1,4 +1,6 @@
-"""The forecasts in docs/scaling.md: `python benchmarks/scaling_table.py` prints them, `--write` updates the page.
+"""The forecasts in docs/scaling.md and README.md: this prints them, and with `--write` puts them there.
+
+    python benchmarks/scaling_table.py [--write]
 
 Needs no device and takes a few seconds. Forecasts, not measurements: docs/forecast.md says how right they are.
 """
@@ -10,12 +12,12 @@ from functools import cache
 from pathlib import Path
 
 from memo_hf.forecasting.api import make_setup
-from memo_hf.forecasting.baselines import OFFLOAD, baseline
+from memo_hf.forecasting.baselines import ALST, CHECKPOINTING, OFFLOAD, SELECTIVE, baseline
 from memo_hf.forecasting.find import max_seq_len, with_gpus
 from memo_hf.forecasting.forecast import Forecast, forecast_setup
 from memo_hf.forecasting.setup import Setup
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/scaling.md"
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 LENGTHS = ("128K", "256K", "512K", "1M", "2M", "4M")
 GPUS = (1, 2, 4, 8, 16, 32, 64)
@@ -45,6 +47,17 @@ PUBLISHED_LONGEST = {
     ("llama-3.1-70b", 32): 4.0,
     ("llama-3.1-70b", 64): 10.0,
 }
+
+# One GPU of each kind and its host's memory, for a LoRA adapter on Llama-3.1-8B.
+ONE_GPU = {"4090": "256GiB", "h100": "1TiB"}
+# Strategy, whether its loss is chunked, and its name in the table.
+BESIDE = (
+    (CHECKPOINTING, False, "activation checkpointing, transformers' own loss"),
+    (CHECKPOINTING, True, "activation checkpointing, a chunked loss"),
+    (SELECTIVE, True, "selective checkpointing, a chunked loss"),
+    (OFFLOAD, True, "activation checkpointing, offloaded, a chunked loss"),
+    (ALST, True, "the same with a tiled MLP (ALST)"),
+)
 
 
 def setup_on(model: str, length: str, gpus: int, **places) -> Setup:
@@ -112,31 +125,56 @@ def longest_table() -> str:
     return table(["model", "H100s", "ALST, published", "memo_hf, forecast"], rows)
 
 
+def one_gpu_table() -> str:
+    """The longest sequences that fit one GPU, in thousands of tokens, by strategy."""
+    setups = [
+        make_setup("llama-3.1-8b", 1024, device=device, train="lora", host_memory=host)
+        for device, host in ONE_GPU.items()
+    ]
+    rows = []
+    for strategy, is_chunked, name in BESIDE:
+        longest_here = (
+            max_seq_len(setup.replace(chunked_loss=is_chunked), lambda now: baseline(now, strategy).fits)
+            for setup in setups
+        )
+        rows.append([name, *(f"{tokens / 1000:,.0f}" for tokens in longest_here)])
+    rows.append(["**memo_hf**", *(f"**{max_seq_len(setup) / 1000:,.0f}**" for setup in setups)])
+    names = (f"{name.upper()}, {host} of host memory" for name, host in ONE_GPU.items())
+    return table(["thousands of tokens", *names], rows)
+
+
 @cache
-def blocks() -> dict[str, str]:
-    """The parts of the page that are made here, by name."""
+def blocks() -> dict[str, dict[str, str]]:
+    """The parts of each page that are made here, by name."""
     lengths = {model: length_table(model) for model in MODELS}
-    return {**lengths, "step times": seconds_table(), "longest": longest_table()}
+    return {
+        "docs/scaling.md": {**lengths, "step times": seconds_table(), "longest": longest_table()},
+        "README.md": {"longest on one GPU": one_gpu_table()},
+    }
 
 
-def filled(page: str) -> str:
-    """`page` with every block between its markers replaced by today's."""
-    for name, text in blocks().items():
+def filled(path: str) -> str:
+    """The page with every block between its markers replaced by today's."""
+    page = (ROOT / path).read_text()
+    for name, text in blocks()[path].items():
         begin, end = f"<!-- {name}: benchmarks/scaling_table.py -->\n", "\n<!-- end -->"
-        before, _, rest = page.partition(begin)
-        if not rest:
-            raise SystemExit(f"{PAGE}: no marker {begin.strip()}")
-        page = before + begin + text + end + rest.partition(end)[2]
+        before, begins, rest = page.partition(begin)
+        _, ends, after = rest.partition(end)
+        if not (begins and ends):
+            raise SystemExit(f"{path}: no marker {begin.strip()} with an end and a line between")
+        page = before + begin + text + end + after
     return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/scaling.md")
-    if parser.parse_args().write:
-        PAGE.write_text(filled(PAGE.read_text()))
-    else:
-        print("\n\n".join(f"{name}\n\n{text}" for name, text in blocks().items()))
+    parser.add_argument("--write", action="store_true", help="replace the tables in the pages")
+    writes = parser.parse_args().write
+    for path, parts in blocks().items():
+        if writes:
+            (ROOT / path).write_text(filled(path))
+        else:
+            print("\n\n".join(f"{path}: {name}\n\n{text}" for name, text in parts.items()), end="\n\n")
 
 
 if __name__ == "__main__":
