@@ -133,11 +133,12 @@ def one_gpu_table() -> str:
     ]
     rows = []
     for strategy, is_chunked, name in BESIDE:
-        longest_here = (
-            max_seq_len(setup.replace(chunked_loss=is_chunked), lambda now: baseline(now, strategy).fits)
-            for setup in setups
-        )
-        rows.append([name, *(f"{tokens / 1000:,.0f}" for tokens in longest_here)])
+
+        def fits(now: Setup, strategy=strategy) -> bool:
+            return baseline(now, strategy).fits
+
+        found = [max_seq_len(setup.replace(chunked_loss=is_chunked), fits) for setup in setups]
+        rows.append([name, *(f"{tokens / 1000:,.0f}" for tokens in found)])
     rows.append(["**memo_hf**", *(f"**{max_seq_len(setup) / 1000:,.0f}**" for setup in setups)])
     names = (f"{name.upper()}, {host} of host memory" for name, host in ONE_GPU.items())
     return table(["thousands of tokens", *names], rows)
