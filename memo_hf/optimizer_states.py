@@ -9,6 +9,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that this rank holds of `tensor`, of which FSDP2 leaves it a part."""
+    return getattr(tensor, "_local_tensor", tensor).nbytes
+
+
 class OptimizerStates:
     """The optimizers that have stepped parameters of `model`, and what their states take.
 
@@ -28,9 +33,9 @@ class OptimizerStates:
         return len(self._seen) > 0
 
     def num_bytes(self, device: torch.device) -> int:
-        """Bytes of all states on `device`."""
+        """Bytes of all states on `device`, of this rank."""
         states = (value for optimizer in self._seen for state in optimizer.state.values() for value in state.values())
-        return sum(s.nbytes for s in states if isinstance(s, torch.Tensor) and s.device.type == device.type)
+        return sum(local_bytes(s) for s in states if isinstance(s, torch.Tensor) and s.device.type == device.type)
 
     def _note(self, optimizer: Optimizer) -> None:
         model = self._model()

@@ -154,7 +154,21 @@ def both(name, rank):
     return {memo: run(name, rank, memo=memo) for memo in (True, False)}
 
 
-CASES = {name: functools.partial(both, name) for name in RUNS}
+def held(rank):
+    """What the planner takes this rank to hold, in the first step and once the optimizer has its states."""
+    model, found = full(), []
+    with enabled(model, **SETTINGS) as session:
+        wrapped = sharded(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=False)
+        for _ in range(2):
+            one_backward(wrapped, IDS[2 * rank : 2 * rank + 2])
+            found.append(session.planners[0]._memory.held)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+CASES = {**{name: functools.partial(both, name) for name in RUNS}, "held": held}
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +198,17 @@ def test_no_collective_beyond_the_engines_own(ranks, name):  # case 67
     for found in result(ranks, name):
         assert found[True][1] == found[False][1]
         assert sum(found[True][1].values()) > 0
+
+
+def test_plans_count_what_a_rank_of_fsdp2_holds(ranks):
+    model = full()
+    parameters, in_layers = list(model.parameters()), sum(p.nbytes for p in model.model.layers.parameters())
+    num_bytes = sum(p.nbytes for p in parameters)
+    weights = in_layers / RANKS + num_bytes - in_layers  # in a forward pass the root has been gathered
+    states = 2 * num_bytes / RANKS + 4 * len(parameters)  # Adam counts its steps
+    for first, second in result(ranks, "held"):
+        assert (first.static_bytes, first.gradient_bytes) == (weights, weights)
+        assert (second.static_bytes, second.gradient_bytes) == (weights + states, weights)
 
 
 def test_one_all_gather_per_layer_and_pass(ranks):

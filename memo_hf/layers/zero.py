@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
 from memo_hf.errors import ConfigError, UnsupportedModelError
+from memo_hf.optimizer_states import local_bytes
 from memo_hf.planner.budgets import read_host_memory
 
 # Bytes on the host for each trained parameter: fp32 weight and gradient, and Adam's two moments.
@@ -37,7 +38,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 def held_bytes(parameter: Tensor) -> int:
     """Bytes that this rank holds of `parameter` between steps."""
-    return parameter.ds_tensor.nbytes if is_partitioned(parameter) else parameter.nbytes
+    return parameter.ds_tensor.nbytes if is_partitioned(parameter) else local_bytes(parameter)
 
 
 def gathered(parameters: Iterable[Tensor]) -> contextlib.AbstractContextManager:
