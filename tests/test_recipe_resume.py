@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import disable_progress_bars
@@ -28,6 +29,10 @@ from transformers import Trainer
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 RANKS, STEPS = 2, 4
 MEMO = ("--swap_fraction", "0.5", "--chunk_size", "16")
+cannot_load = pytest.mark.skipif(
+    transformers.__version__.startswith("5.17."),
+    reason="transformers 5.17 cannot load an optimizer on one of several ranks on a CPU, with memo_hf or without",
+)
 STOCK = ("--memo", "false")
 
 
@@ -132,6 +137,7 @@ def killed(checkpoint, tmp_path_factory):
     return output, curves
 
 
+@cannot_load
 @pytest.mark.parametrize("how, bound", [(MEMO, 0), (STOCK, 1e-5)], ids=["memo_hf", "stock"])
 def test_a_killed_run_goes_on(checkpoint, uninterrupted, killed, tmp_path, how, bound):
     """Its third step is run twice, before it was killed and after it went on."""
@@ -146,6 +152,7 @@ def test_a_killed_run_goes_on(checkpoint, uninterrupted, killed, tmp_path, how, 
         assert (ours[name] - value).abs().max() <= bound * 100 * value.abs().max()  # Adam amplifies rounding
 
 
+@cannot_load
 def test_a_stock_run_goes_on_with_memo_hf(checkpoint, uninterrupted, tmp_path):
     """By the other recipe, which shares data and order."""
     output, whole, other = tmp_path / "output", uninterrupted[1], {"recipe": "finetune_checkpoint"}
