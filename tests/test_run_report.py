@@ -323,6 +323,19 @@ def test_what_would_run_instead_is_forecast_to_a_tenth(name, vocab, adapts):
     assert set(forecast) == {name.replace("whole logits", loss) for name in measured for loss in LOSSES}
 
 
+@pytest.mark.parametrize(("vocab", "width"), [(128, 128), (4096, 64)])
+def test_the_peak_is_forecast_to_a_twentieth(vocab, width):
+    """In the layers, and in a loss whose logits in chunks are most of what there is."""
+    gc.collect()  # what goes while the meter runs would be taken off
+    with AllocatorMeter() as meter:
+        model = tiny("llama", num_hidden_layers=3, vocab_size=vocab, hidden_size=width, intermediate_size=352)
+        with enabled(model, swap_fraction=0.0) as session:
+            step(model, random_ids(1, 2048))
+            forecast = session.run_report().forecast
+    assert (forecast.moment == "loss") == (vocab == 4096)
+    assert forecast.device_bytes == pytest.approx(meter.peak_bytes - meter.start_bytes, rel=0.05)
+
+
 def test_untouched_batches_are_told_in_plain_words(tmp_path, monkeypatch, capsys):
     said = "untouched: 1 of 3 batches was shorter than min_tokens=64"
     model = tiny("llama", num_hidden_layers=3)

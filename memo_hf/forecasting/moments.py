@@ -185,9 +185,11 @@ def loss_parts(setup: Setup) -> dict[str, float]:
     at_once = tokens
     if setup.chunked_loss:
         at_once = min(tokens, default_loss_chunk_tokens(tokens, model.hidden, model.vocab, setup.device_type))
-    # Bytes per logit. In chunks: as the head gives them, fp32, their log-softmax and its gradient. Whole, as seen on
-    # an H200: in backward, when the fp32 ones are gone, all that is left are log-softmax and gradients.
-    logits = at_once * model.vocab * (e + 3 * _FP32 if setup.chunked_loss else 3 * _FP32)
+    # Bytes per logit. In chunks: as the head gives them, the same in fp32 unless they are, their log-softmax and its
+    # gradient. Whole, as seen on an H200: in backward, when the fp32 ones are gone, all that is left are log-softmax
+    # and gradients.
+    copied = e if setup.chunked_loss and e != _FP32 else 0
+    logits = at_once * model.vocab * (copied + 3 * _FP32)
     head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0
     # The last layer's output, the final norm's output and the gradient of that; the norm works in chunks.
     return {"loss": 3 * hidden + logits + head}
