@@ -25,7 +25,7 @@ from launching import (
 )
 from long_text import check_positions, long_sequences, open_documents, with_assistant_marked
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from memo_hf import MemoTrainer
 from memo_hf.units import parse_count
@@ -96,6 +96,7 @@ def main(argv: list[str]) -> int:
     model = AutoModelForCausalLM.from_pretrained(ours.model, dtype=ours.dtype)
     check_positions(model, seq_len)
     if not ours.full:
+        set_seed(training.seed)  # the adapter begins at random, and Trainer sets the seed later
         lora = LoraConfig(r=ours.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
 

@@ -26,7 +26,7 @@ from launching import (
 )
 from long_text import check_positions, long_sequences, open_documents, stretch_positions
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
 
 from memo_hf import MemoTrainer
 from memo_hf.allocator.meter import AllocatorMeter
@@ -100,7 +100,7 @@ def parser_for(argv: list[str]) -> RecipeParser:
     return parser
 
 
-def load_model(recipe: RecipeArguments, seq_len: int):
+def load_model(recipe: RecipeArguments, seq_len: int, seed: int):
     config = AutoConfig.from_pretrained(recipe.model)
     if recipe.rope != "none":
         stretch_positions(config, seq_len, recipe.rope)
@@ -108,6 +108,7 @@ def load_model(recipe: RecipeArguments, seq_len: int):
     check_positions(model, seq_len)
     if recipe.full:
         return model
+    set_seed(seed)  # the adapter begins at random, and Trainer sets the seed later
     return get_peft_model(model, LoraConfig(r=recipe.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
@@ -187,7 +188,7 @@ def main(argv: list[str]) -> int:
         keep_documents=recipe.documents == "keep",
         num_ranks=training.world_size,
     )
-    model = load_model(recipe, seq_len)
+    model = load_model(recipe, seq_len, training.seed)
     checkpointed = checkpointed_step(model, next(iter(data)), training) if recipe.compare else None
 
     peak = PeakMemory()

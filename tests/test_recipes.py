@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import disable_progress_bars
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint
 from transformers import LlamaForCausalLM
 
@@ -83,6 +84,29 @@ def test_fine_tuning_of_local_chats(checkpoint, tmp_path, monkeypatch, capsys):
     trained, before = (LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (output, checkpoint))
     assert trained.keys() == before.keys()
     assert any((trained[name] != before[name]).any() for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # raised inside peft
+@pytest.mark.parametrize("name", ["finetune_checkpoint", "llama7b_1m"])
+def test_a_run_with_an_adapter_is_reproducible(checkpoint, tmp_path, monkeypatch, name):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    disable_progress_bars()
+
+    def trained(run, *seed):
+        output = tmp_path / str(run)
+        torch.manual_seed(run)  # a process begins with a seed of its own
+        importlib.import_module(name).main(
+            ["--model", str(checkpoint), "--dataset", "manual", "--dtype", "float32", "--seq_len", "64", "--max_steps",
+             "3", "--save_steps", "3", "--lora_rank", "2", "--learning_rate", "0.1", "--chunk_size", "16",
+             "--swap_fraction", "0.5", "--use_cpu", "true", "--output_dir", str(output), *seed]
+        )  # fmt: skip
+        history = json.loads((output / "checkpoint-3/trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history if "loss" in entry], load_file(output / "adapter_model.safetensors")
+
+    (losses, adapter), (others, other) = trained(1), trained(2)
+    assert len(set(losses)) == 3 and losses == others
+    assert all(torch.equal(adapter[key], other[key]) for key in adapter)
+    assert trained(3, "--seed", "7")[0] != losses
 
 
 def test_presets_and_settings(recipe, tmp_path, capsys):
