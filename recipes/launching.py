@@ -6,6 +6,7 @@ Used by the recipes that train. It knows neither the model nor the text; `dry_ru
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from accelerate.parallelism_config import ParallelismConfig
 from long_text import about_num_tokens, num_documents
 from torch.utils.data import DataLoader, IterableDataset
@@ -41,7 +42,7 @@ class RecipeParser(Parser, HfArgumentParser):
     def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
         groups = [recipe, TrainingArguments, MemoConfig]
         super().__init__(groups, description=description, usage="%(prog)s [--NAME VALUE ...]   (all names: --help)")
-        self.set_defaults(**DEFAULTS | defaults)
+        self.set_defaults(dataloader_pin_memory=torch.cuda.is_available(), **DEFAULTS | defaults)
         options = self.parse_known_args(argv)[0]
         if options.full and options.lora_rank != self.get_default("lora_rank"):
             self.error("--lora_rank is of an adapter, and --full trains none: leave out one of them")

@@ -118,6 +118,8 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
     assert (arguments.seq_len, arguments.compare, arguments.memo) == ("1M", False, True)
     assert training.per_device_train_batch_size == 1 and training.learning_rate == 2e-4
     assert training.accelerator_config.dispatch_batches is False
+    found = recipe.parser_for(["--model", "m"]).get_default("dataloader_pin_memory")
+    assert found == torch.cuda.is_available()  # torch warns where there is nothing to pin for
     assert memo.swap_fraction == 0.25
     assert parsed(*gpu, "--full")[1].learning_rate == 1e-5
     arguments, training, memo = parsed("--preset", "cpu", "--seq-len", "64")
