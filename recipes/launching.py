@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from long_text import about_num_tokens, num_documents
+from long_text import about_num_tokens, num_documents, too_short
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -148,14 +148,22 @@ class _Stream(IterableDataset):
 
 
 def say_how_often(dataset: str, seq_len: int, training: TrainingArguments) -> None:
-    """Print, once for all ranks, how much text there is and how often it is read, where its size is at hand."""
+    """Print, once for all ranks, how much text there is and how often it is read, where its size is at hand.
+
+    Exits where that is clearly less than one sequence. Near to one it says so: tokens are guessed from bytes.
+    """
     num_tokens, documents = about_num_tokens(dataset), num_documents(dataset)
+    if not num_tokens:
+        return
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     step_tokens = seq_len * sequences // ParallelismConfig().sp_size
-    if training.process_index == 0 and num_tokens:
-        size, times = (float(f"{n:.2g}") for n in (num_tokens, training.max_steps * step_tokens / num_tokens))
-        counted = "" if documents is None else f"{documents:,} document{'s' if documents > 1 else ''} with "
-        print(
-            f"The text has {counted}about {size:,.0f} tokens: {training.max_steps:,} steps of "
-            f"{step_tokens:,} read it about {times:,g} times."
-        )
+    size, times = (float(f"{n:.2g}") for n in (num_tokens, training.max_steps * step_tokens / num_tokens))
+    if num_tokens < seq_len / 2:
+        advice = too_short(num_tokens * 3 // 4)  # a guess; one that is too high by a third still fits
+        raise SystemExit(f"the text has about {size:,.0f} tokens, and one sequence takes {seq_len:,}: {advice}")
+    counted = "" if documents is None else f"{documents:,} document{'s' if documents > 1 else ''} with "
+    read = f"{training.max_steps:,} steps of {step_tokens:,} read it about {times:,g} times."
+    if num_tokens < 1.5 * seq_len:
+        read = f"that may or may not make one sequence of {seq_len:,}."
+    if training.process_index == 0:
+        print(f"The text has {counted}about {size:,.0f} tokens: {read}")

@@ -281,11 +281,21 @@ def _cut(documents, tokenizer, seq_len, column, keep_documents, repeat):
                         num_sequences += 1
                         yield sequence
         if not num_sequences:
-            advice = "lower --seq_len" if num_learned else "a text needs words, and a chat some of the assistant's"
+            if not num_learned:
+                advice = "a text needs words, and a chat some of the assistant's"
+            elif num_seen < seq_len:
+                advice = too_short(num_seen)
+            else:
+                advice = "the cuts leave no sequence a word to learn: take another --seq_len"
             raise SystemExit(
                 f"the text has {num_seen:,} tokens, {num_learned:,} of them to be learned, and one sequence takes"
                 f" {seq_len:,}: {advice}"
             )
+
+
+def too_short(num_tokens: int) -> str:
+    """What to do where a text of so many tokens makes no sequence, with a round length that fits."""
+    return f"give more text, or --seq_len {2 ** (max(num_tokens, 2).bit_length() - 1)}"
 
 
 def _join(pieces, keep_documents: bool) -> dict[str, np.ndarray]:

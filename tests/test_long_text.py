@@ -78,8 +78,12 @@ def test_each_sequence_goes_to_one_rank_and_no_rank_waits(tokenizer, num_ranks):
 
 def test_too_little_text_says_so(tokenizer):
     for repeat in (True, False):
-        with pytest.raises(SystemExit, match="has 14 tokens, 14 of them to be learned, and one sequence takes 15"):
+        with pytest.raises(
+            SystemExit, match="has 14 tokens, 14 of them to be learned, and one sequence takes 15: (.*)"
+        ) as ended:
             list(texts(tokenizer, 15, repeat=repeat))
+        assert str(ended.value).endswith(": give more text, or --seq_len 8")
+    assert list(texts(tokenizer, 8, repeat=False))
 
 
 def chat(*turns):
@@ -123,7 +127,7 @@ def test_a_sequence_without_anything_to_learn_is_left_out(tokenizer):
     # The first token of a sequence is learned by nothing, so one with a label there alone has none.
     rows = [chat(("user", "x" * 14), ("assistant", "yo"), ("user", "z" * 6))]  # labels at 18, 19 and 20
     assert len(list(stream(rows, tokenizer, 20, repeat=False))) == 1
-    with pytest.raises(SystemExit, match="to be learned"):
+    with pytest.raises(SystemExit, match="to be learned, .*: take another --seq_len"):
         list(stream([chat(("user", "x" * 15), ("assistant", ""), ("user", "z" * 18))], tokenizer, 20, repeat=False))
 
 

@@ -109,6 +109,28 @@ def test_a_run_with_an_adapter_is_reproducible(checkpoint, tmp_path, monkeypatch
     assert trained(3, "--seed", "7")[0] != losses
 
 
+def test_a_text_of_less_than_a_sequence_is_refused_before_the_model_is_loaded(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import finetune_checkpoint
+
+    monkeypatch.setattr(finetune_checkpoint, "AutoTokenizer", None)
+    text = tmp_path / "short.txt"
+
+    def said(num_tokens):
+        text.write_text("word" * num_tokens)
+        settings = ["--dataset", str(text), "--seq_len", "256", "--max_steps", "2", "--use_cpu", "true"]
+        with pytest.raises((SystemExit, AttributeError)) as ended:  # the latter where it goes on
+            finetune_checkpoint.main(["--model", str(checkpoint), "--output_dir", str(tmp_path / "out"), *settings])
+        return getattr(ended.value, "code", None) or capsys.readouterr().out
+
+    assert said(127) == "the text has about 130 tokens, and one sequence takes 256: give more text, or --seq_len 64"
+    near = "The text has 1 document with about {} tokens: that may or may not make one sequence of 256.\n"
+    assert said(128) == near.format(130) and said(383) == near.format(380)
+    assert said(384) == "The text has 1 document with about 380 tokens: 2 steps of 256 read it about 1.3 times.\n"
+
+
 def test_presets_and_settings(recipe, tmp_path, capsys):
     def parsed(*argv):
         return recipe.parser_for(list(argv)).parse_args_into_dataclasses(list(argv))
