@@ -166,6 +166,8 @@ def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndar
     if not messages:
         return np.array([], dtype=np.int64), np.array([], dtype=np.int64)
     marked = _marks_the_assistant(tokenizer.chat_template or "")
+    if not marked and tokenizer.chat_template:
+        _say_that_all_is_learned(tokenizer)
     try:
         chat = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=marked, tokenizer_kwargs={"verbose": False}
@@ -179,16 +181,22 @@ def _tokenize_chat(messages: list[dict], tokenizer) -> tuple[np.ndarray, np.ndar
     return ids, np.where(chat["assistant_masks"], ids, IGNORED) if marked else ids
 
 
-@functools.cache
 def _marks_the_assistant(template: str) -> bool:
-    """Whether a chat template says which words are the assistant's. Prints, once in a process, what follows if not."""
-    marked = re.search(r"\{%-?\s*generation", template) is not None
-    if template and not marked and int(os.environ.get("RANK", 0)) == 0:
-        print(
-            "Note: this chat template marks no assistant words ({% generation %}), so all words are learned;"
-            " recipes/finetune_checkpoint.py --learn assistant takes TRL's version of it, which does."
-        )
-    return marked
+    """Whether a chat template says which words are the assistant's."""
+    return re.search(r"\{%-?\s*generation", template) is not None
+
+
+@functools.cache
+def _say_that_all_is_learned(tokenizer) -> None:
+    """Print, once in a process, what follows from a chat template without marks, and what would give them."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    try:
+        with_assistant_marked(tokenizer)
+        advice = "recipes/finetune_checkpoint.py --learn assistant takes TRL's version of it."
+    except SystemExit as reason:
+        advice = f"For {reason}."
+    print(f"Note: this chat template marks no assistant words ({{% generation %}}), so all words are learned. {advice}")
 
 
 def with_assistant_marked(tokenizer):

@@ -100,9 +100,9 @@ def test_of_a_chat_the_assistant_is_learned(tokenizer, capsys):
     for _ in range(2):
         ids, labels = long_text.tokenize(chat(("user", "hi"), ("assistant", "yo")), unmarked)
         assert unmarked.decode(ids) == "hiyo" and (labels == ids).all()
-    said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned;"
+    said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned. "
     told = capsys.readouterr().out
-    assert told.startswith(said) and "--learn assistant" in told and told.count("\n") == 1  # once
+    assert told.startswith(f"{said}For --learn assistant: TRL does not know") and told.count("\n") == 1  # once
     with pytest.raises(SystemExit, match="TRL does not know this chat template; put {% generation %}"):
         long_text.with_assistant_marked(unmarked)
 
@@ -115,6 +115,8 @@ def test_of_a_known_chat_template_trl_marks_the_assistant(tokenizer, capsys):
     learned = tokenizer.decode(ids[labels != -100])
     assert "yo<|im_end|>" in learned and "hi" not in learned and "hi" in tokenizer.decode(ids)
     assert unmarked.chat_template == known and capsys.readouterr().out == ""
+    long_text.tokenize(turns, unmarked)
+    assert capsys.readouterr().out.endswith("finetune_checkpoint.py --learn assistant takes TRL's version of it.\n")
     assert long_text.with_assistant_marked(tokenizer).chat_template == tokenizer.chat_template
 
 

@@ -109,9 +109,7 @@ def test_a_run_with_an_adapter_is_reproducible(checkpoint, tmp_path, monkeypatch
     assert trained(3, "--seed", "7")[0] != losses
 
 
-def test_a_text_of_less_than_a_sequence_is_refused_before_the_model_is_loaded(
-    checkpoint, tmp_path, monkeypatch, capsys
-):
+def test_less_text_than_a_sequence_is_refused_before_the_model_is_loaded(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(RECIPES))
     import finetune_checkpoint
 
