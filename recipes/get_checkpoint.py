@@ -14,6 +14,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from launching import without_traceback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memo_hf.arguments import Parser
@@ -51,6 +52,7 @@ def as_ordinary_model(quantized, num_layers: int | None, dtype: torch.dtype):
     return model
 
 
+@without_traceback()
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/smollm2-135m"))

@@ -3,6 +3,9 @@
 Used by the recipes that train. It knows neither the model nor the text; `dry_run.py` forecasts a launch instead.
 """
 
+import dataclasses
+import re
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from transformers.utils import cached_file
 
 from memo_hf import MemoConfig
 from memo_hf.arguments import Parser
-from memo_hf.errors import MemoError
+from memo_hf.errors import ConfigError, MemoError
 from memo_hf.forecasting.models import adapter_base
 
 DEFAULTS = {
@@ -66,14 +69,36 @@ class RecipeParser(Parser, HfArgumentParser):
                 f"{checkpoint}"
             )
 
+    def parse_args_into_dataclasses(self, *args, **kwargs):
+        """As HfArgumentParser's; exits where a group of settings refuses a value, or two of them together."""
+        try:
+            return super().parse_args_into_dataclasses(*args, **kwargs)
+        except (ValueError, OSError) as error:  # the latter of a file that an argument names
+            self.error(_as_typed(" ".join(str(error).split())))
+
+
+def _as_typed(words: str) -> str:
+    """What is said of a setting, said of its argument: `--host_memory` for `MemoConfig(host_memory=...)`."""
+    names = "|".join(spec.name for spec in dataclasses.fields(MemoConfig))
+    words = re.sub(rf"MemoConfig\(({names})=([^()]*)\)", r"--\1 \2", words)
+    return re.sub(rf"^(?=({names})\b)", "--", words)
+
 
 @contextmanager
 def without_traceback():
-    """Around a recipe's `main`: an error of memo_hf says what to do, so its words are all that is printed."""
+    """Around a recipe's `main`: what ends it on purpose says what to do, so its words are all that is printed.
+
+    The exit code is 2 for a wrong argument, whose name the message begins with, or a wrong setting. It is 1 where the
+    run does not fit, or where the text is at fault.
+    """
     try:
         yield
-    except MemoError as error:
-        raise SystemExit(str(error)) from error
+    except (MemoError, SystemExit) as error:
+        words = error.code if isinstance(error, SystemExit) else _as_typed(str(error))
+        if not (isinstance(error, ConfigError) or str(words).startswith("--")):
+            raise SystemExit(words) from error
+        print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def config_file(model: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from launching import config_file, without_traceback
 from long_text import long_sequences, open_documents, stretch_positions, tokenize
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -92,8 +93,10 @@ def table(columns: dict[str, torch.Tensor], trained: int) -> str:
     return "\n".join(lines)
 
 
+@without_traceback()
 def main(argv=None) -> None:
     options = parse_arguments(argv)
+    config_file(options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     documents, held_out = split_documents(options.dataset)
     config = AutoConfig.from_pretrained(options.model)
