@@ -56,7 +56,8 @@ class RecipeParser(Parser, HfArgumentParser):
 
     def check_model(self, name: str) -> None:
         """Exit where `name` can only be a folder, and there is none: the hub would answer with pages. Exit for an
-        adapter too: transformers would load its base, and a new adapter would begin at nothing."""
+        adapter too: transformers would load its base, and a new adapter would begin at nothing. Exit for a folder
+        without a model, of which transformers would first read the tokenizer."""
         like_a_path = name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
         in_a_folder = "/" in name and Path(name).parent.exists()
         if (like_a_path or in_a_folder) and not Path(name).exists():
@@ -68,6 +69,11 @@ class RecipeParser(Parser, HfArgumentParser):
                 f"--model: {name} holds an adapter; give its base ({base}) as --model and --resume_from_checkpoint "
                 f"{checkpoint}"
             )
+        folder = Path(name)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            found = sorted(folder.glob("*/config.json")) or sorted(folder.glob("*/*/config.json"))
+            meant = f"; did you mean {found[0].parent}?" if found else ""
+            self.error(f"--model: {name} holds no config.json{meant}")
 
     def parse_args_into_dataclasses(self, *args, **kwargs):
         """As HfArgumentParser's; exits where a group of settings refuses a value, or two of them together."""
