@@ -19,6 +19,7 @@ from launching import (
     checkpoint_to_resume,
     config_file,
     leave_the_ranks,
+    no_empty_folders,
     say_how_often,
     train,
     without_traceback,
@@ -100,8 +101,9 @@ def main(argv: list[str]) -> int:
         lora = LoraConfig(r=ours.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
 
-    trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
-    train(trainer, checkpoint)
+    with no_empty_folders(training.output_dir):
+        trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
+        train(trainer, checkpoint)
     trainer.save_model()
 
     if trainer.is_world_process_zero():

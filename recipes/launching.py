@@ -6,7 +6,7 @@ Used by the recipes that train. It knows neither the model nor the text; `dry_ru
 import dataclasses
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -45,6 +45,8 @@ class RecipeParser(Parser, HfArgumentParser):
     def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
         groups = [recipe, TrainingArguments, MemoConfig]
         super().__init__(groups, description=description, usage="%(prog)s [--NAME VALUE ...]   (all names: --help)")
+        resume = self._option_string_actions["--resume_from_checkpoint"]
+        resume.help = "A folder checkpoint-N to go on from, or 'last': the newest in --output_dir."
         self.set_defaults(dataloader_pin_memory=torch.cuda.is_available(), **DEFAULTS | defaults)
         options = self.parse_known_args(argv)[0]
         if options.full and options.lora_rank != self.get_default("lora_rank"):
@@ -142,6 +144,20 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
             print(f"{folder} has trained {trained:,} steps of {training.max_steps:,} (--max_steps): nothing to do")
         raise SystemExit(0)
     return str(folder)
+
+
+@contextmanager
+def no_empty_folders(output_dir: str):
+    """Around the making of a Trainer, which makes its folder, and the training: one that fails leaves none empty."""
+    folder = Path(output_dir)
+    made = [part for part in (folder, *folder.parents) if not part.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty
+            for part in made:
+                part.rmdir()
+        raise
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:

@@ -20,6 +20,7 @@ from launching import (
     checkpoint_to_resume,
     config_file,
     leave_the_ranks,
+    no_empty_folders,
     say_how_often,
     train,
     without_traceback,
@@ -192,10 +193,10 @@ def main(argv: list[str]) -> int:
     checkpointed = checkpointed_step(model, next(iter(data)), training) if recipe.compare else None
 
     peak = PeakMemory()
-    trainer = MemoTrainer(
-        model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
-    )
-    with contextlib.closing(peak):
+    with contextlib.closing(peak), no_empty_folders(training.output_dir):
+        trainer = MemoTrainer(
+            model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
+        )
         train(trainer, checkpoint)
     trainer.save_model()
 

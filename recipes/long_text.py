@@ -88,12 +88,13 @@ def _files(source: str) -> list[str]:
 
 
 def _from_hub(source: str) -> IterableDataset:
-    if Path(source).suffix in SUFFIXES or source.startswith((".", "/", "~")):
+    if Path(source).suffix in SUFFIXES or source.startswith((".", "/", "~")) or source.endswith("/"):
         raise SystemExit(f"--dataset: there is no file or folder {source}")
     try:
         return load_dataset(source, split="train", streaming=True)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--dataset: there is no file or folder {source}, and the hub says: {error}") from error
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"--dataset: there is no file or folder {source}, and the hub says: {reason}") from error
 
 
 def _read(files: list[str]):
@@ -137,7 +138,7 @@ def _json_rows(file: Path, kind: str):
 
 def _parse(text: str, file: Path, number: int = 1):
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())  # else a value that is cut short would be amiss on the line after
     except json.JSONDecodeError as error:
         where = f"{file}, line {number + error.lineno - 1}"
         raise SystemExit(f"{where}, is not JSON ({error.msg}): mend or remove that line") from error

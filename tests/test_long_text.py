@@ -177,6 +177,8 @@ MISTAKES = {
     "latin.jsonl": ('{"text": "\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8"),
     "broken.jsonl": (f'{GOOD}\n{{"text": "a\n{GOOD}', "broken.jsonl, line 2, is not JSON .*: mend or remove that line"),
     "broken.json": (f'[{GOOD},\n{{"text": ]', "broken.json, line 2, is not JSON"),
+    "cut.jsonl": (f'{GOOD}\n{{"text": "a", \n', r"cut.jsonl, line 2, is not JSON"),
+    "cut.json": (f'[{GOOD},\n{GOOD},\n', r"cut.json, line 2, is not JSON"),
     "number.json": ("5", r"number.json: a document is '5'; write it as \{\"text\": \"...\"\}"),
     "list.jsonl": ('{"text": ["a"]}', r"'text' of a document is \['a'\], a list; it must be text"),
     "no.parquet": ("no", "no.parquet cannot be read as Parquet"),
@@ -199,8 +201,12 @@ def test_a_file_that_cannot_be_used_is_named(tokenizer, tmp_path, name):
 def test_a_source_that_is_not_there(monkeypatch):
     with pytest.raises(SystemExit, match="--dataset: there is no file or folder books/a.txt"):
         long_text.open_documents("books/a.txt")
-    monkeypatch.setattr(long_text, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
-    with pytest.raises(SystemExit, match="no file or folder some/name, and the hub says: offline"):
+    with pytest.raises(SystemExit, match="--dataset: there is no file or folder books/$"):
+        long_text.open_documents("books/")
+    monkeypatch.setattr(
+        long_text, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline\nand more"))
+    )
+    with pytest.raises(SystemExit, match="no file or folder some/name, and the hub says: offline$"):
         long_text.open_documents("some/name")
 
 

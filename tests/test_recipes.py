@@ -138,6 +138,7 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
     assert (arguments.seq_len, arguments.compare, arguments.memo) == ("1M", False, True)
     assert training.per_device_train_batch_size == 1 and training.learning_rate == 2e-4
     assert training.accelerator_config.dispatch_batches is False
+    assert "'last': the newest in --output_dir" in " ".join(recipe.parser_for([]).format_help().split())
     found = recipe.parser_for(["--model", "m"]).get_default("dataloader_pin_memory")
     assert found == torch.cuda.is_available()  # torch warns where there is nothing to pin for
     assert memo.swap_fraction == 0.25
@@ -180,10 +181,12 @@ def test_a_mistake_ends_in_its_words(checkpoint, tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     disable_progress_bars()
     settings = ["--dataset", "manual", "--seq_len", "4096", "--max_steps", "1", "--use_cpu", "true"]
+    output = tmp_path / "made/for/it"
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(name).main(
-            ["--model", str(checkpoint), "--output_dir", str(tmp_path), *settings, *mistake]
+            ["--model", str(checkpoint), "--output_dir", str(output), *settings, *mistake]
         )
+    assert not (tmp_path / "made").exists()
     if mistake is UNFIT[0]:
         said = ended.value.code  # Python prints it and exits with 1
     else:
