@@ -75,7 +75,10 @@ def test_gradients_equal_those_of_a_plain_loop(make_model):
     (session,) = accelerator.memo_sessions
     assert session.stats.forwards == 4
     assert session.stats.swapped_bytes == session.stats.planned_bytes > 0
+    report = session.report()
+    assert "4 layers in token mode" in report and accelerator.memo_report == report
     accelerator.free_memory()
+    assert accelerator.memo_report == report
     assert accelerator.memo_sessions == []
     assert not any("forward" in module.__dict__ for module in accelerator.unwrap_model(model).modules())
 
@@ -95,7 +98,7 @@ def test_without_a_plugin_it_is_accelerator():  # case 28
     model = tiny_llama()
     gradients, prepared = loop(accelerator, model)
     assert_same(gradients, expected, 0)
-    assert accelerator.memo_sessions == []
+    assert accelerator.memo_sessions == [] and accelerator.memo_report is None
     assert prepared is model and not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -104,7 +107,9 @@ def test_several_models_and_end_training():
     first, second = accelerator.prepare(tiny_llama(), tiny_llama())
     accelerator.prepare(first)  # once more: it is prepared already
     assert len(accelerator.memo_sessions) == 2
+    reports = [session.report() for session in accelerator.memo_sessions]
     accelerator.end_training()
+    assert accelerator.memo_report == "\n\n".join(reports)
     assert accelerator.memo_sessions == []
     assert not any("forward" in module.__dict__ for model in (first, second) for module in model.modules())
 
@@ -156,3 +161,10 @@ def test_the_plugin_takes_a_dictionary():
         MemoPlugin({"chunksize": 8})
     with pytest.raises(ConfigError, match="got int"):
         MemoPlugin(8)
+
+
+def test_the_accelerator_takes_what_the_plugin_holds():
+    for given in (MemoConfig(chunk_size=8), {"chunk_size": 8}, MemoPlugin({"chunk_size": 8})):
+        assert MemoAccelerator(memo_plugin=given).memo_plugin.config == MemoConfig(chunk_size=8)
+    with pytest.raises(ConfigError, match="expected a MemoConfig or a dictionary of its settings, got bool"):
+        MemoAccelerator(memo_plugin=True)

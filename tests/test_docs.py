@@ -53,7 +53,7 @@ def section(heading: str) -> str:
         ("session.report", ["device_peak_bytes", "format"]),
         ("enable", ["model", "config"]),
         ("MemoTrainerMixin", ["memo", "memo_session", "memo_stats", "memo_report", "save_memo_report"]),
-        ("MemoAccelerator", ["memo_plugin", "memo_sessions"]),
+        ("MemoAccelerator", ["memo_plugin", "memo_sessions", "memo_report"]),
     ],
 )
 def test_every_argument_and_attribute_is_described(heading, names):

@@ -86,20 +86,30 @@ class MemoAccelerator(Accelerator):
     """`accelerate.Accelerator` with one argument more.
 
     Args:
-        memo_plugin: a `MemoPlugin`. None: this is Accelerator, and nothing else.
+        memo_plugin: a `MemoPlugin`, or what it would hold: a `MemoConfig`, or a dictionary of its settings. None: this
+            is Accelerator, and nothing else.
 
-    `prepare` turns memo_hf on for each transformers or PEFT model before it is wrapped. `memo_sessions` holds what it
-    opened, in the order of the models; `free_memory` and `end_training` close it.
+    Attributes:
+        memo_sessions: the open `Session` of each model, in the order of the models.
+        memo_report: the `report()` of each session, one below the other; once they are closed, as it was then. None
+            before there are any.
+
+    `prepare` turns memo_hf on for each transformers or PEFT model before it is wrapped; `free_memory` and
+    `end_training` turn it off.
 
     Raises:
-        ConfigError: the accelerator also checkpoints activations, compiles, or runs context or tensor parallelism.
+        ConfigError: `memo_plugin` is something else, or the accelerator also checkpoints activations, compiles, or runs
+            context or tensor parallelism.
         UnsupportedModelError: from `prepare`, for a model that memo_hf cannot run.
     """
 
-    def __init__(self, *args, memo_plugin: MemoPlugin | None = None, **kwargs):
+    def __init__(self, *args, memo_plugin: MemoPlugin | MemoConfig | dict | None = None, **kwargs):
+        if not (memo_plugin is None or isinstance(memo_plugin, MemoPlugin)):
+            memo_plugin = MemoPlugin(memo_plugin)
         super().__init__(*args, **kwargs)
         self.memo_plugin = memo_plugin
         self.memo_sessions = []
+        self._last_report = None
         if memo_plugin is not None:
             refuse_conflicts(self)
 
@@ -131,16 +141,22 @@ class MemoAccelerator(Accelerator):
             model.to(self.device)
         self.memo_sessions.append(enable_under(self, model, self.memo_plugin.config))
 
+    @property
+    def memo_report(self) -> str | None:
+        return "\n\n".join(session.report() for session in self.memo_sessions) or self._last_report
+
     def _close_sessions(self, start: int = 0) -> None:
         sessions, self.memo_sessions[start:] = self.memo_sessions[start:], []
         for session in sessions:
             session.close()
 
     def free_memory(self, *objects):
+        self._last_report = self.memo_report
         objects = super().free_memory(*objects)  # first: an engine of DeepSpeed's has its hooks on the layers
         self._close_sessions()
         return objects
 
     def end_training(self):
+        self._last_report = self.memo_report
         self._close_sessions()
         super().end_training()
