@@ -86,9 +86,10 @@ class RecipeParser(Parser, HfArgumentParser):
 
 
 def _as_typed(words: str) -> str:
-    """What is said of a setting, said of its argument: `--host_memory` for `MemoConfig(host_memory=...)`."""
+    """What is said of a setting, said of its argument: `--host_memory 8GiB` for `MemoConfig(host_memory='8GiB')`."""
     names = "|".join(spec.name for spec in dataclasses.fields(MemoConfig))
-    words = re.sub(rf"MemoConfig\(({names})=([^()]*)\)", r"--\1 \2", words)
+    words = re.sub(rf"MemoConfig\(({names})=\.\.\.\)", r"--\1", words)
+    words = re.sub(rf"MemoConfig\(({names})='?([^()']*)'?\)", r"--\1 \2", words)
     return re.sub(rf"^(?=({names})\b)", "--", words)
 
 

@@ -129,6 +129,13 @@ def test_less_text_than_a_sequence_is_refused_before_the_model_is_loaded(checkpo
     assert said(384) == "The text has 1 document with about 380 tokens: 2 steps of 256 read it about 1.3 times.\n"
 
 
+def test_settings_are_named_as_arguments(recipe):
+    import launching
+
+    said = "use MemoConfig(allocator='stock') or MemoConfig(min_tokens=0), and more host_memory"
+    assert launching._as_typed(said) == "use --allocator stock or --min_tokens 0, and more host_memory"
+
+
 def test_presets_and_settings(recipe, tmp_path, capsys):
     def parsed(*argv):
         return recipe.parser_for(list(argv)).parse_args_into_dataclasses(list(argv))
@@ -170,7 +177,7 @@ MISTAKES = [
     (["--model", "path/to/nowhere"], "--model: there is no folder path/to/nowhere"),
     (["--dataset", "books/a.txt"], "--dataset: there is no file or folder books/a.txt"),
 ]
-UNFIT = (["--host_memory", "1KiB", "--swap_fraction", "1", "--full"], "host memory does not suffice")
+UNFIT = (["--host_memory", "1KiB", "--swap_fraction", "1", "--full"], "Raise --host_memory, shorten the sequence")
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # by newer transformers
