@@ -207,11 +207,11 @@ def with_assistant_marked(tokenizer):
     """
     try:
         from trl.chat_template_utils import get_training_chat_template
-
-        template = get_training_chat_template(tokenizer)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # the latter where TRL lacks a library, or finds another release of it
         raise SystemExit("--learn assistant: TRL has the chat templates with marks; pip install trl") from error
-    except (ValueError, AttributeError, TypeError) as error:  # the last two where there is no template at all
+    try:
+        template = get_training_chat_template(tokenizer)
+    except Exception as error:  # TRL's own, and whatever the template raises where TRL tries it
         raise SystemExit(
             "--learn assistant: TRL does not know this chat template; put {% generation %} and {% endgeneration %}"
             " around the assistant's words in the checkpoint's chat template"

@@ -103,8 +103,11 @@ def test_of_a_chat_the_assistant_is_learned(tokenizer, capsys):
     said = "Note: this chat template marks no assistant words ({% generation %}), so all words are learned. "
     told = capsys.readouterr().out
     assert told.startswith(f"{said}For --learn assistant: TRL does not know") and told.count("\n") == 1  # once
-    with pytest.raises(SystemExit, match="TRL does not know this chat template; put {% generation %}"):
-        long_text.with_assistant_marked(unmarked)
+    fails = "{% for m in messages %}{{ raise_exception('no') if m.content == 'dummy' else m }}{% endfor %}"
+    for template in (unmarked.chat_template, fails, None):  # TRL tries a template on messages of its own
+        unmarked.chat_template = template
+        with pytest.raises(SystemExit, match="TRL does not know this chat template; put {% generation %}"):
+            long_text.with_assistant_marked(unmarked)
 
 
 def test_of_a_known_chat_template_trl_marks_the_assistant(tokenizer, capsys):
