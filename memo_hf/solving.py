@@ -88,18 +88,14 @@ class StackSolver:
 
         Where none is predicted to fit, says so and returns the one at fraction 0, with the reason as its limit.
         """
-        layers, checkpoint_bytes = self._costs(measured, shape, memory)
+        layers, checkpoint_bytes = self._costs(measured, shape, memory, self._config.unswapped_layers)
+        moved, _ = self._costs(measured, shape, memory, 0)
         budgets = _budgets(measured, memory)
         options = dict(
             rest_seconds=measured.rest_seconds_at(shape), qkv=self.qkv, checkpoint_device_bytes=checkpoint_bytes
         )
         try:
-            try:
-                return solve_swap_plan(layers, budgets, **options)
-            except (HostMemoryError, DeviceMemoryError):
-                # Layers that stay on the device are given up where that is what it takes.
-                moved = [dataclasses.replace(costs, num_kept=0) for costs in layers]
-                return solve_swap_plan(moved, budgets, **options)
+            return solve_swap_plan(layers, budgets, without_kept=moved, **options)
         except (HostMemoryError, DeviceMemoryError) as error:
             logger.warning(f"memo_hf: no plan is predicted to fit, so the swap fraction stays 0: {error}")
             unlimited = dataclasses.replace(budgets, host_bytes=float("inf"), device_bytes=float("inf"))
@@ -125,10 +121,19 @@ class StackSolver:
         window = next((window for window in found if isinstance(window, int) and window > 0), None)
         return window and max(1, window // self.sequence_parallel)
 
-    def _costs(self, measured: Measurement, shape: Shape, memory: Memory) -> tuple[list[LayerCosts], float]:
-        """The layers' costs at `shape`, with what the device holds at worst, and the peak of checkpointing."""
+    def _costs(
+        self, measured: Measurement, shape: Shape, memory: Memory, num_kept: int
+    ) -> tuple[list[LayerCosts], float]:
+        """The layers' costs at `shape`, with what the device holds at worst, and the peak of checkpointing.
+
+        Args:
+            num_kept: 0 where no layer stays on the device; otherwise those stay that did when it was measured.
+        """
         layers = measured.layers_at(shape)
-        run = describe_run(self._model, self._config, shape, sequence_parallel=self.sequence_parallel)
+        if not num_kept:
+            layers = tuple(dataclasses.replace(costs, num_kept=0) for costs in layers)
+        config = dataclasses.replace(self._config, unswapped_layers=num_kept)
+        run = describe_run(self._model, config, shape, sequence_parallel=self.sequence_parallel)
         if run is None:
             # Not a model that the forecast describes. Checkpointing: h of all layers, and one layer with its gradients.
             tokens, device_type = shape.batch * shape.seq_len, next(self._layers[0].parameters()).device.type

@@ -109,7 +109,8 @@ def test_no_number_of_gpus_helps_a_model_of_few_heads():
 def test_what_does_not_fit_is_an_answer_with_advice(capsys):
     found = answer(capsys, "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090")
     assert found["fits"] is False
-    assert found["binding_limit"].startswith("out of memory.")
+    assert found["binding_limit"].startswith("device memory: needs at least ")
+    assert found["device_peak_bytes"] > found["device_budget_bytes"]
     assert any("GPUs" in advice for advice in found["advice"])
 
 
@@ -129,11 +130,31 @@ def test_advice_names_lora_only_where_it_fits(capsys):
 
 
 def test_host_shortage_is_named(capsys):
-    arguments = ["--model", "llama-3.1-8b", "--seq-len", "512K", "--gpus", "8", "--sequence-parallel", "8"]
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8"]
     found = answer(capsys, *arguments, "--host-memory", "100GiB")
     assert found["fits"] is False
-    assert "of host memory on this rank and the budget is 12.50 GiB" in found["binding_limit"]
+    assert re.fullmatch(r"host memory: needs \d\d\.\d\d GiB a rank, has 12.50 GiB", found["binding_limit"])
     assert any("host memory" in advice for advice in found["advice"])
+
+
+def test_what_the_device_holds_and_the_host_does_not_is_a_shortage_of_the_host(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "128K", "--gpus", "2", "--device", "3090", "--train", "lora"]
+    found = answer(capsys, *arguments, "--host-memory", "128GiB")
+    assert found["binding_limit"] == "host memory: needs 64.50 GiB a rank, has 64.00 GiB"
+    assert not found["fits"] and found["device_peak_bytes"] < found["device_budget_bytes"]
+    assert answer(capsys, *arguments, "--host-memory", "129GiB")["fits"]
+    # Where nothing helps, the least is what just suffices.
+    needs = answer(capsys, *arguments, "--device-memory", "21GiB", "--host-memory", "1TiB")["binding_limit"]
+    least = float(re.fullmatch(r"device memory: needs at least (.*) GiB, has 20.00 GiB", needs)[1])
+    for over in (-0.02, 0.02):
+        memory = f"{1 + least + over}GiB"
+        assert answer(capsys, *arguments, "--device-memory", memory, "--host-memory", "1TiB")["fits"] is (over > 0)
+
+
+def test_a_host_without_room_leaves_activation_checkpointing(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "16K", "--train", "lora", "--host-memory", "100MiB"]
+    found = answer(capsys, *arguments)
+    assert found["fits"] and found["strategy"] == "checkpoint" and found["host_bytes_per_rank"] == 0
 
 
 def test_comparison_never_has_memo_slower_than_checkpointing_that_fits(capsys):

@@ -24,8 +24,10 @@ from memo_hf.planner.budgets import host_budget_bytes
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.plan import Shape
 from memo_hf.planner.step_times import StepTimes
+from memo_hf.planner.swap_fraction import least_plan
 from memo_hf.profiler import Profile
 from memo_hf.report.summary import compared
+from memo_hf.solving import _budgets
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[1] / "benchmarks/bench_forecast_cpu.py"))
 
@@ -204,6 +206,29 @@ def test_device_memory_bounds_models_that_no_forecast_describes(never_checkpoint
     bounded = planner._solver.solve(measured, shape, memory)
     assert bounded.device_bytes <= memory.device_bytes and bounded.swap_fraction < 1
     assert bounded.binding_limit.startswith("device memory")
+    session.close()
+
+
+def test_layers_that_stay_are_given_up_with_what_they_hold(never_checkpoints, caplog):
+    session = enabled(chunk_size=64, unswapped_layers=4, host_memory="1GiB")
+    for _ in range(2):
+        train(session.model, 512)
+    planner, shape = session.planners[0], Shape(1, 512)
+    solver, measured, memory = planner._solver, planner.measurement, planner._memory
+
+    def least(num_kept):
+        layers, _ = solver._costs(measured, shape, memory, num_kept)
+        return least_plan(
+            layers, budgets=_budgets(measured, dataclasses.replace(memory, device_bytes=1.0))
+        ).device_bytes
+
+    assert least(0) < 0.9 * least(4)
+    between = dataclasses.replace(memory, device_bytes=(least(0) + least(4)) / 2)
+    with caplog.at_level(logging.WARNING, "memo_hf"):
+        assert solver.solve(measured, shape, between).num_kept == 0
+        assert not caplog.records
+        plan = solver.solve(measured, shape, dataclasses.replace(between, host_bytes=1e5))
+    assert plan.binding_limit.startswith("no plan fits. host memory: needs ") and plan.binding_limit in caplog.text
     session.close()
 
 

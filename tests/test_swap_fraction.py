@@ -9,7 +9,7 @@ import pytest
 
 from memo_hf.errors import DeviceMemoryError, HostMemoryError, PlanError
 from memo_hf.planner.layer_costs import Budgets, DevicePeak, KindPlan, LayerCosts, predict
-from memo_hf.planner.swap_fraction import solve_swap_plan
+from memo_hf.planner.swap_fraction import least_plan, solve_swap_plan
 
 GIB = 2**30
 
@@ -248,14 +248,43 @@ def test_model_of_two_kept_layers_needs_no_host():
 
 
 def test_host_error_says_what_to_do():
-    with pytest.raises(HostMemoryError, match=r"at least 30.00 GiB .* budget is 20.00 GiB; use a shorter sequence"):
+    said = r"no plan fits\. host memory: needs 30.00 GiB a rank, has 20.00 GiB; share the sequence"
+    with pytest.raises(HostMemoryError, match=said):
         solve_swap_plan([layer()], budgets(host_bytes=20 * GIB))
 
 
 def test_device_error_says_what_to_do():
     peaks = tuple(DevicePeak(when="w", treatment=t, fixed_bytes=20 * GIB) for t in ("swap", "rebuild", "input"))
-    with pytest.raises(DeviceMemoryError, match=r"out of memory\. .*20.00 GiB .*budget is 10.00 GiB; use a shorter"):
+    said = r"out of memory\. No plan fits\. device memory: needs at least 20.00 GiB, has 10.00 GiB; share"
+    with pytest.raises(DeviceMemoryError, match=said):
         solve_swap_plan([layer(device_peaks=peaks)], budgets(device_bytes=10 * GIB))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_needed_at_least_is_the_least_of_every_choice(seed):
+    kinds, limits = random_instance(random.Random(200 + seed))
+    moved = [dataclasses.replace(costs, num_kept=0) for costs in kinds]
+    needs = [predict(way, limits, *c).device_bytes for way in (kinds, moved) for c in every_choice(way, 2)]
+    least = least_plan(kinds, moved, budgets=dataclasses.replace(limits, device_bytes=1e-3))
+    assert least.device_bytes == pytest.approx(min(needs))
+    assert least.binding_limit.startswith("device memory: needs at least")
+
+
+def test_layers_that_cannot_stay_leave_a_shortage_of_the_host():
+    """With two layers on the device it does not fit, without them the host is short: that is what is said."""
+    stays = DevicePeak(when="loss", treatment="rebuild", fixed_bytes=30 * GIB)
+    kept, moved = layer(device_peaks=(stays, dataclasses.replace(stays, treatment="swap"))), layer(num_kept=0)
+    limits = budgets(device_bytes=20 * GIB, host_bytes=31 * GIB)
+    with pytest.raises(HostMemoryError, match="needs 32.00 GiB a rank, has 31.00 GiB"):
+        solve_swap_plan([kept], limits, without_kept=[moved])
+    more = dataclasses.replace(limits, host_bytes=64 * GIB)
+    assert solve_swap_plan([kept], more, without_kept=[moved]).num_kept == 0
+
+
+def test_a_host_too_small_for_any_swapping_leaves_activation_checkpointing():
+    plan = solve_swap_plan([layer()], budgets(host_bytes=1 * GIB), checkpoint_device_bytes=30 * GIB)
+    assert plan.strategy == "checkpoint" and plan.host_bytes == 0
+    assert plan.binding_limit.startswith("host memory: needs 30.00 GiB a rank, has 1.00 GiB to swap, so activation")
 
 
 def test_costs_are_checked():

@@ -14,8 +14,8 @@ from memo_hf.forecasting.memory import host_state_bytes, layer_bytes
 from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import MFU_CONVENTION, layer_seconds, mfu, rest_seconds
-from memo_hf.planner.layer_costs import Budgets, KindPlan, LayerCosts, predict
-from memo_hf.planner.swap_fraction import SwapPlan, is_feasible, solve_swap_plan
+from memo_hf.planner.layer_costs import Budgets, LayerCosts
+from memo_hf.planner.swap_fraction import SwapPlan, is_feasible, least_plan, solve_swap_plan
 from memo_hf.units import format_bytes
 
 
@@ -102,17 +102,28 @@ def budgets(setup: Setup) -> Budgets:
 
 def fits(setup: Setup) -> bool:
     """Whether any plan fits both memories, activation checkpointing included."""
-    return _fitting(setup) is not None or (setup.set_fraction is None and baseline(setup, CHECKPOINTING).fits)
+    if _host_shortage(setup):
+        return False
+    return any(
+        is_feasible(layer_costs(way), budgets(way), swap_fraction=setup.set_fraction, qkv=setup.qkv)
+        for way in _ways(setup)
+    ) or (setup.set_fraction is None and baseline(setup, CHECKPOINTING).fits)
 
 
-def _fitting(setup: Setup) -> Setup | None:
-    """`setup`, or else `setup` without layers that stay on the device; None where neither fits."""
-    if setup.node_host_bytes / setup.local_ranks < host_state_bytes(setup):
+def _ways(setup: Setup) -> tuple[Setup, ...]:
+    """`setup`, and `setup` without layers that stay on the device."""
+    return (setup, setup.replace(num_kept=0)) if setup.num_kept else (setup,)
+
+
+def _host_shortage(setup: Setup) -> str | None:
+    """Where the host does not even hold what is offloaded, what it is short of."""
+    needed, there = host_state_bytes(setup), setup.node_host_bytes / setup.local_ranks
+    if needed <= there:
         return None
-    for candidate in (setup, setup.replace(num_kept=0)):
-        if is_feasible(layer_costs(candidate), budgets(candidate), swap_fraction=setup.set_fraction, qkv=setup.qkv):
-            return candidate
-    return None
+    return (
+        f"host memory: offloaded weights and optimizer alone need {format_bytes(needed)} a rank, has"
+        f" {format_bytes(there)}"
+    )
 
 
 def forecast_setup(setup: Setup, advise=None) -> Forecast:
@@ -121,56 +132,31 @@ def forecast_setup(setup: Setup, advise=None) -> Forecast:
     Args:
         advise: called with a setup that does not fit; returns sentences on what to change.
     """
-    setup = _fitting(setup) or setup
-    layers, limits = layer_costs(setup), budgets(setup)
-    stock = baseline(setup, CHECKPOINTING)
-    stock_peak = stock.device_peak_bytes if stock.fits else None
+    ways, limits = [layer_costs(way) for way in _ways(setup)], budgets(setup)
+    stock, short = baseline(setup, CHECKPOINTING), _host_shortage(setup)
+    options = {
+        "rest_seconds": rest_seconds(setup),
+        "swap_fraction": setup.set_fraction,
+        "qkv": setup.qkv,
+        "checkpoint_device_bytes": None if short else stock.device_peak_bytes,
+    }
     try:
-        if setup.node_host_bytes / setup.local_ranks < host_state_bytes(setup):
-            raise HostMemoryError(
-                f"offloaded weights and optimizer alone need {format_bytes(host_state_bytes(setup))} of host memory on"
-                f" each rank and the budget is {format_bytes(setup.node_host_bytes / setup.local_ranks)}"
-            )
+        if short:
+            raise HostMemoryError(short)
         plan = solve_swap_plan(
-            layers,
-            limits,
-            rest_seconds=rest_seconds(setup),
-            swap_fraction=setup.set_fraction,
-            qkv=setup.qkv,
-            checkpoint_device_bytes=stock_peak,
-            checkpoint_step_seconds=stock.step_seconds,
+            ways[0], limits, without_kept=ways[-1], checkpoint_step_seconds=stock.step_seconds, **options
         )
-    except (HostMemoryError, DeviceMemoryError) as error:
-        least = _least_plan(setup, layers, limits, str(error))
-        return _forecast(setup, least, layers, stock, False, tuple(advise(setup)) if advise else ())
-    return _forecast(setup, plan, layers, stock, True, ())
+        advice = None
+    except (HostMemoryError, DeviceMemoryError):
+        plan = least_plan(*ways, budgets=limits, **options)
+        plan = dataclasses.replace(plan, binding_limit=short or plan.binding_limit)
+        advice = tuple(advise(setup)) if advise else ()
+    if plan.strategy == "memo" and not plan.num_kept:
+        setup = _ways(setup)[-1]
+    return _forecast(setup, plan, stock, advice is None, advice or ())
 
 
-def _least_plan(setup: Setup, layers, limits: Budgets, why: str) -> SwapPlan:
-    """The plan with the fewest bytes, for a run that does not fit: fraction 0, q, k, v rebuilt."""
-    fraction = setup.set_fraction or 0.0
-    qkv = setup.qkv or "rebuild"
-    kinds = tuple(
-        KindPlan(name=c.name, num_swapped=c.num_movable, num_input_only=0, num_kept=c.num_kept, swap_fraction=fraction)
-        for c in layers
-    )
-    priced = predict(layers, limits, qkv, kinds, rest_seconds(setup))
-    return SwapPlan(
-        strategy="memo",
-        swap_fraction=fraction,
-        qkv=qkv,
-        kinds=kinds,
-        step_seconds=priced.step_seconds,
-        exposed_seconds=priced.forward_exposed_seconds + priced.backward_exposed_seconds,
-        checkpoint_seconds=0.0,
-        host_bytes=priced.host_bytes,
-        device_bytes=priced.device_bytes,
-        device_peak=priced.device_peak,
-        binding_limit=why,
-    )
-
-
-def _forecast(setup: Setup, plan: SwapPlan, layers, stock: BaselineForecast, fits: bool, advice) -> Forecast:
+def _forecast(setup: Setup, plan: SwapPlan, stock: BaselineForecast, fits: bool, advice) -> Forecast:
     if plan.strategy == "checkpoint":
         moment, parts = "activation checkpointing", stock.device_peak_by_part
     else:

@@ -70,6 +70,7 @@ def solve_swap_plan(
     layers,
     budgets: Budgets,
     *,
+    without_kept=None,
     rest_seconds: float = 0.0,
     swap_fraction: float | None = None,
     qkv: str | None = None,
@@ -81,6 +82,7 @@ def solve_swap_plan(
     Args:
         layers: sequence of `LayerCosts`, one per kind of layer.
         budgets: of this rank.
+        without_kept: the same layers, none of which stays on the device: for where that is what it takes to fit.
         rest_seconds: of the step outside the decoder layers.
         swap_fraction, qkv: set by hand, or None to be chosen.
         checkpoint_device_bytes: device peak of stock activation checkpointing, or None where it is no alternative.
@@ -89,16 +91,41 @@ def solve_swap_plan(
     Raises:
         HostMemoryError, DeviceMemoryError: no choice fits; the message says what is missing and what to do.
     """
-    layers = tuple(layers)
-    choice = solve_program(layers, budgets, swap_fraction=swap_fraction, qkv=qkv)
-    if choice is None:
-        raise _shortage(layers, budgets, swap_fraction, qkv)
-    mode, kinds = choice
-    prediction = predict(layers, budgets, mode, kinds, rest_seconds)
-    stock_seconds = checkpoint_seconds(layers, rest_seconds)
+    ways = [tuple(way) for way in (layers, without_kept) if way is not None]
+    stock_fits = checkpoint_device_bytes is not None and checkpoint_device_bytes <= budgets.device_bytes
+    stock_seconds = checkpoint_seconds(ways[0], rest_seconds)
     if checkpoint_step_seconds is not None:
         stock_seconds = checkpoint_step_seconds
-    stock_fits = checkpoint_device_bytes is not None and checkpoint_device_bytes <= budgets.device_bytes
+
+    def stock(limit: str) -> SwapPlan:
+        return SwapPlan(
+            strategy="checkpoint",
+            swap_fraction=0.0,
+            qkv=qkv or "rebuild",
+            kinds=tuple(_all_kept(c) for c in ways[0]),
+            step_seconds=stock_seconds,
+            exposed_seconds=0.0,
+            checkpoint_seconds=stock_seconds,
+            host_bytes=0.0,
+            device_bytes=checkpoint_device_bytes,
+            device_peak="activation checkpointing",
+            binding_limit=limit,
+        )
+
+    for layers in ways:
+        choice = solve_program(layers, budgets, swap_fraction=swap_fraction, qkv=qkv)
+        if choice is not None:
+            break
+    else:
+        stock_bytes = checkpoint_device_bytes
+        least = least_plan(
+            *ways, budgets=budgets, swap_fraction=swap_fraction, qkv=qkv, checkpoint_device_bytes=stock_bytes
+        )
+        if stock_fits and swap_fraction is None:
+            return stock(f"{least.binding_limit} to swap, so activation checkpointing, which takes none")
+        raise _shortage(least)
+    mode, kinds = choice
+    prediction = predict(layers, budgets, mode, kinds, rest_seconds)
     by_hand = swap_fraction is not None
     gained = stock_seconds - prediction.step_seconds
     if stock_fits and not by_hand and gained <= _TIE * (stock_seconds - rest_seconds):
@@ -108,19 +135,7 @@ def solve_swap_plan(
         )
         if gained > 0:
             limit += f", which is taken for as fast: {_TIE:.0%} of the layers' time or less apart"
-        return SwapPlan(
-            strategy="checkpoint",
-            swap_fraction=0.0,
-            qkv=mode,
-            kinds=tuple(_all_kept(c) for c in layers),
-            step_seconds=stock_seconds,
-            exposed_seconds=0.0,
-            checkpoint_seconds=stock_seconds,
-            host_bytes=0.0,
-            device_bytes=checkpoint_device_bytes,
-            device_peak="activation checkpointing",
-            binding_limit=limit,
-        )
+        return stock(limit)
     if by_hand:
         limit = f"swap_fraction: set to {swap_fraction:.3g} by hand"
         if any(kind.num_input_only and costs.token_wise for kind, costs in zip(kinds, layers, strict=True)):
@@ -143,7 +158,7 @@ def solve_swap_plan(
 
 
 def is_feasible(layers, budgets: Budgets, *, swap_fraction: float | None = None, qkv: str | None = None) -> bool:
-    """Whether any plan fits both memories; arguments as for `solve_swap_plan`."""
+    """Whether any plan that swaps fits both memories; arguments as for `solve_swap_plan`."""
     return solve_program(tuple(layers), budgets, swap_fraction=swap_fraction, qkv=qkv) is not None
 
 
@@ -199,22 +214,83 @@ def _of(used: float, limit: float) -> str:
     return f"{used:.0f} of {limit:.0f} B"
 
 
-def _shortage(layers, budgets, swap_fraction, qkv) -> HostMemoryError | DeviceMemoryError:
-    """Which memory is short, by how much, and what to do."""
+def least_plan(
+    *ways,
+    budgets: Budgets,
+    rest_seconds: float = 0.0,
+    swap_fraction: float | None = None,
+    qkv: str | None = None,
+    checkpoint_device_bytes: float | None = None,
+) -> SwapPlan:
+    """The plan that is nearest to fitting, where none fits, with what is missing as its limit.
+
+    That is the one with the fewest host bytes among those that fit the device, or else with the fewest device bytes.
+
+    Args:
+        ways: sequences of `LayerCosts`: the layers with those that stay on the device, and without.
+        budgets, rest_seconds, swap_fraction, qkv, checkpoint_device_bytes: as for `solve_swap_plan`.
+    """
     unlimited = _lifted(budgets)["host memory"]
-    choice = solve_program(layers, unlimited, swap_fraction=swap_fraction, qkv=qkv, least_host=True)
-    if choice is not None:
-        least = predict(layers, budgets, *choice).host_bytes
+    for layers in ways:
+        choice = solve_program(layers, unlimited, swap_fraction=swap_fraction, qkv=qkv, least_host=True)
+        if choice is not None:
+            host = predict(layers, budgets, *choice).host_bytes
+            limit = f"host memory: needs {format_bytes(host)} a rank, has {format_bytes(budgets.host_bytes)}"
+            break
+    else:
+        found = [(layers, *_least_on_device(layers, swap_fraction, qkv)) for layers in ways]
+        layers, *choice = min(found, key=lambda one: predict(one[0], budgets, *one[1:]).device_bytes)
+        needed = predict(layers, budgets, *choice).device_bytes
+        if checkpoint_device_bytes is not None and swap_fraction is None:
+            needed = min(needed, checkpoint_device_bytes)
+        limit = f"device memory: needs at least {format_bytes(needed)}, has {format_bytes(budgets.device_bytes)}"
+    priced = predict(layers, budgets, *choice, rest_seconds)
+    return SwapPlan(
+        strategy="memo",
+        swap_fraction=_mean_fraction(choice[1]),
+        qkv=choice[0],
+        kinds=choice[1],
+        step_seconds=priced.step_seconds,
+        exposed_seconds=priced.forward_exposed_seconds + priced.backward_exposed_seconds,
+        checkpoint_seconds=checkpoint_seconds(layers, rest_seconds),
+        host_bytes=priced.host_bytes,
+        device_bytes=priced.device_bytes,
+        device_peak=priced.device_peak,
+        binding_limit=limit,
+    )
+
+
+def _least_on_device(layers, swap_fraction, qkv) -> tuple[str, tuple[KindPlan, ...]]:
+    """The choice with the lowest device peak, whatever the host must hold."""
+    link = Budgets(host_bytes=math.inf, to_host_bytes_per_second=math.inf, to_device_bytes_per_second=math.inf)
+    found = []
+    for mode in ("rebuild", "swap") if qkv is None else (qkv,):
+        kinds = []
+        for costs in layers:
+            movable = costs.num_movable
+            options = [
+                KindPlan(
+                    name=costs.name,
+                    num_swapped=number,
+                    num_input_only=movable - number,
+                    num_kept=costs.num_kept,
+                    swap_fraction=(swap_fraction or 0.0) if number or not movable else 0.0,
+                )
+                for number in ({0, movable} if costs.token_wise else {0})
+            ]
+            kinds.append(min(options, key=lambda kind: predict([costs], link, mode, [kind]).device_bytes))
+        found.append((mode, tuple(kinds)))
+    return min(found, key=lambda choice: predict(layers, link, *choice).device_bytes)
+
+
+def _shortage(least: SwapPlan) -> HostMemoryError | DeviceMemoryError:
+    """What `least` is short of, and what to do about it in a run."""
+    if least.binding_limit.startswith("host"):
         return HostMemoryError(
-            f"swapped activations need at least {format_bytes(least)} of host memory on this rank and the budget is"
-            f" {format_bytes(budgets.host_bytes)}; use a shorter sequence, more ranks over it, a larger"
-            " host_memory, or fewer other users of the host (an offloaded optimizer)"
+            f"no plan fits. {least.binding_limit}; share the sequence among more ranks, set a larger host_memory, or"
+            " leave less else on the host (an offloaded optimizer)"
         )
-    peaks: dict[str, float] = {}
-    for peak in (peak for costs in layers for peak in costs.device_peaks):
-        peaks[peak.treatment] = max(peaks.get(peak.treatment, 0.0), peak.bytes_at(swap_fraction or 0.0))
     return DeviceMemoryError(
-        f"out of memory. A step needs at least {format_bytes(min(peaks.values()))} on the device and the budget is"
-        f" {format_bytes(budgets.device_bytes)}; use a shorter sequence, more ranks over the sequence or the"
-        " weights, an offloaded optimizer, LoRA, or a smaller chunk_size"
+        f"out of memory. No plan fits. {least.binding_limit}; share the sequence or the weights among more ranks,"
+        " offload the optimizer, or set a smaller chunk_size"
     )
