@@ -93,7 +93,7 @@ def test_fewest_gpus_have_the_host_memory_of_their_number(capsys):
     found = answer(capsys, *arguments, "--find", "min-gpus")
     same = answer(capsys, *arguments, "--gpus", "4", "--sequence-parallel", "4")
     assert found["gpus"] == 4 and same["fits"]
-    assert found["host_budget_bytes_per_node"] == same["host_budget_bytes_per_node"] == 4 * 240 * 2**30
+    assert found["host_budget_bytes_per_node"] == same["host_budget_bytes_per_node"] == 0.9 * 4 * 240 * 2**30
     advice = answer(capsys, *arguments)["advice"]
     assert "it fits on 4 GPUs with sequence parallelism over 4 of them" in advice
     given = answer(capsys, *arguments, "--find", "min-gpus", "--host-memory", "300GiB")
@@ -234,6 +234,15 @@ def test_the_comparison_says_what_its_rows_have_and_how_far_it_was_off(more, los
     assert (f"\n{min(misses):.0f} to {max(misses):.0f} % under it (docs/forecast.md)." in under) is measured
 
 
+def test_host_memory_that_is_given_may_be_taken_whole_and_of_an_assumed_one_a_tenth_is_left(capsys):
+    arguments = ["--model", "llama-3.1-8b", "--seq-len", "128K", "--gpus", "2", "--device", "3090", "--train", "lora"]
+    assumed, given = (answer(capsys, *arguments, *more) for more in ([], ["--host-memory", "128GiB"]))
+    assert (assumed["host_budget_bytes_per_node"], given["host_budget_bytes_per_node"]) == (round(0.9 * 2**37), 2**37)
+    assert assumed["binding_limit"].endswith("has 57.60 GiB") and given["binding_limit"].endswith("has 64.00 GiB")
+    headline = answer(capsys, *HEADLINE)
+    assert headline["host_bytes_per_node"] == headline["host_budget_bytes_per_node"] == 2 * 2**40
+
+
 @pytest.mark.parametrize(
     ("more", "assumed"), [([], True), (["--host-memory", "240GiB"], False), (["--device", "cpu"], False)]
 )
@@ -241,8 +250,8 @@ def test_host_memory_that_was_not_given_is_said_to_be_assumed(more, assumed, cap
     arguments = ["--model", "smollm2-135m", "--seq-len", "4K", *more]
     assert main(["plan", *arguments]) == 0
     text = capsys.readouterr().out
-    assert (f"\n{'':16}host memory assumed for h100; give --host-memory" in text) is assumed
-    assert ("assumed" in text) is assumed
+    said = f"\n{'':16}host memory assumed for h100: nine tenths of 240.0 GiB; give --host-memory"
+    assert (said in text) is assumed and ("host memory assumed" in text) is assumed
     assert answer(capsys, *arguments)["host_memory_assumed"] is assumed
 
 

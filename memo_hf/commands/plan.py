@@ -54,7 +54,11 @@ def add_parser(subparsers):
         "--link-bandwidth",
         help="to and from host memory per second and device, for example 25GB; default: the device's own",
     )
-    add("--host-memory", help="of one node, for example 2TiB; default: usual for the device")
+    add(
+        "--host-memory",
+        help="of one node, for example 2TiB: exactly what activations and offloaded states may take, so leave out what"
+        " the system needs; default: nine tenths of what is usual for the device",
+    )
     add("--chunk-size", type=int, help="tokens in project or finish at once; default: chosen for you")
     add("--unswapped-layers", type=int, default=2, help="the last layers, which keep their activations on the device")
     add("--swap-fraction", type=float, help="by hand, 0 to 1; default: solved for")
@@ -224,7 +228,8 @@ def _text(setup, forecast) -> str:
         f" {format_bytes(forecast.host_bytes_per_node)} of {format_bytes(forecast.host_budget_bytes_per_node)} a node"
     )
     if setup.host_bytes is None:
-        lines.append(f"{'':16}host memory assumed for {setup.device.name}; give --host-memory")
+        assumed = f"{setup.device.name}: nine tenths of {format_bytes(setup.assumed_host_bytes)}"
+        lines.append(f"{'':16}host memory assumed for {assumed}; give --host-memory")
     lines += [f"to change       {advice}" for advice in forecast.advice]
     return "\n".join(lines)
 

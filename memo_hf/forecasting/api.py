@@ -80,7 +80,8 @@ def make_setup(
         device_memory: bytes, as "48GiB"; without it the swap fraction on "cpu" stays 0, as in a run.
         flops: dense peak per second in the dtype, as "989T" or 989e12.
         link_bandwidth: bytes per second and device, each way, as "25GB".
-        host_memory: of one node. Default: the device's usual host, or what this machine has free for "cpu".
+        host_memory: of one node, all of which activations and offloaded states may take. Default: nine tenths of the
+            device's usual host, or of what this machine has free for "cpu".
         chunk_size, unswapped_layers, swap_fraction, qkv, chunked_loss: as in `MemoConfig`.
         gradient_accumulation: whether gradients of earlier passes are held during forward.
 

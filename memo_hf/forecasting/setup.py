@@ -9,6 +9,7 @@ from memo_hf.errors import ConfigError
 from memo_hf.forecasting.activations import Training
 from memo_hf.forecasting.hardware import Device
 from memo_hf.forecasting.shapes import LayerKind, ModelShape
+from memo_hf.planner.budgets import USABLE_SHARE
 from memo_hf.planner.chunks import default_chunk_tokens
 
 # Bytes of optimizer state per trained parameter, beside the fp32 master weights.
@@ -32,7 +33,7 @@ class Setup:
         chunked_loss: the logits never exist in full.
         accumulates: gradients of earlier passes are there during forward (gradient accumulation).
         host_bytes: host memory of one node for activations, and for optimizer and weights where they are kept there;
-            None: what a node of such devices usually has (`node_host_bytes`).
+            None: nine tenths of what a node of such devices usually has (`node_host_bytes`).
         swap_fraction, qkv: by hand, or None.
         is_one_memory: device and host are the same memory, as on a CPU without a limit of its own: nothing is chosen.
         device: the device.
@@ -119,10 +120,13 @@ class Setup:
 
     @property
     def node_host_bytes(self) -> float:
-        """Host memory of one node: as given, or what it usually has for those of its devices that are used."""
-        if self.host_bytes is None:
-            return self.device.host_bytes_per_device * self.local_ranks
-        return self.host_bytes
+        """Host memory of one node that the run may take: as given, or of what is assumed the share that a run takes."""
+        return USABLE_SHARE * self.assumed_host_bytes if self.host_bytes is None else self.host_bytes
+
+    @property
+    def assumed_host_bytes(self) -> float:
+        """Host memory that a node usually has for those of its devices that are used."""
+        return self.device.host_bytes_per_device * self.local_ranks
 
     @property
     def device_type(self) -> str:

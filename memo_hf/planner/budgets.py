@@ -12,8 +12,8 @@ from pathlib import Path
 from memo_hf.errors import HostMemoryError
 from memo_hf.units import format_bytes
 
-# What a budget leaves to everything that is not planned: a tenth, as MemoConfig.host_memory says.
-_SHARE = 0.9
+# The rest, a tenth as MemoConfig.host_memory says, is left to everything that is not planned.
+USABLE_SHARE = 0.9
 # cgroup v1 writes "no limit" as the largest page-aligned 63-bit number.
 _NO_LIMIT = 2**60
 
@@ -70,7 +70,7 @@ def host_budget_bytes(
         raise ValueError(f"local_ranks is {local_ranks}; it must be at least 1")
     if host_memory_bytes is None:
         memory = read_host_memory(root)
-        total, source = int(memory.free_bytes * _SHARE), memory.source
+        total, source = int(memory.free_bytes * USABLE_SHARE), memory.source
     else:
         total, source = host_memory_bytes, f"host_memory: {format_bytes(host_memory_bytes)}"
     left = total - other_bytes
