@@ -28,6 +28,9 @@ from memo_hf.units import format_seconds, parse_count
 ROOT = Path(__file__).parents[1]
 HEADLINE = ["--model", "gpt-7b", "--seq-len", "1M", "--gpus", "8", "--sequence-parallel", "8", "--device", "a800"]
 HEADLINE += ["--host-memory", "2TiB"]
+ULYSSES = ["--sequence-parallel", "4"]
+# Nine heads are not shared by two.
+NOT_SHARED = ["--seq-len", "1K", "--device", "h100", "--device-memory", "3.8GiB", "--host-memory", "1TiB"]
 
 
 def answer(capsys, *arguments) -> dict:
@@ -96,7 +99,7 @@ def test_fewest_gpus_have_the_host_memory_of_their_number(capsys):
     assert found["gpus"] == 4 and same["fits"]
     assert found["host_budget_bytes_per_node"] == same["host_budget_bytes_per_node"] == 0.9 * 4 * 240 * 2**30
     advice = answer(capsys, *arguments)["advice"]
-    assert "it fits on 4 GPUs with sequence parallelism over 4 of them" in advice
+    assert "it fits on 4 GPUs, each sequence shared by 4 (--gpus 4 --sequence-parallel 4)" in advice
     given = answer(capsys, *arguments, "--find", "min-gpus", "--host-memory", "300GiB")
     assert given["host_budget_bytes_per_node"] == 300 * 2**30
 
@@ -128,6 +131,27 @@ def test_advice_names_lora_only_where_it_fits(capsys):
     assert answer(capsys, *arguments, "128K", "--train", "lora")["fits"]
     assert said not in answer(capsys, *arguments, "1M")["advice"]
     assert not answer(capsys, *arguments, "1M", "--train", "lora")["fits"]
+
+
+def test_advice_knows_the_run(capsys):
+    def advised(*arguments):
+        main(["plan", *arguments])
+        text = capsys.readouterr().out
+        assert "to change" in text and "use a shorter sequence" not in text and "over 1 of" not in text
+        return text
+
+    card = ["--model", "qwen3-32b", "--train", "lora", "--device", "4090", "--host-memory", "230GiB"]
+    text = advised(*card, "--seq-len", "128K", "--gpus", "4")
+    longest = [answer(capsys, *card, "--gpus", "4", *more, "--find", "max-seq-len") for more in ([], ULYSSES)]
+    asked, shared = (found["max_seq_len"] for found in longest)
+    assert shared > 2 * asked
+    said = f"{asked:,} tokens fit as asked, {shared:,} with each sequence over 4 of the 4 GPUs (--sequence-parallel 4)"
+    assert said in text and "LoRA (" not in text
+    # 32 B weights alone are more than the device: no length is advised, and no GPUs beside a CPU.
+    assert "tokens fit" not in advised(*card, "--seq-len", "8K")
+    here = ["--device", "cpu", "--host-memory", "4GiB", "--device-memory", "4GiB", "--seq-len", "8K"]
+    assert "GPU" not in advised("--model", "qwen3-8b", *here).split("to change", 1)[1]
+    assert "it fits on 2 GPUs (--gpus 2)" in advised("--model", "smollm2-135m", *NOT_SHARED)
 
 
 def test_host_shortage_is_named(capsys):

@@ -12,6 +12,9 @@ from memo_hf.forecasting.setup import Setup
 _RESOLUTION = 64
 _LONGEST = 2**28
 MOST_GPUS = 4096
+# In advice: no shorter sequence than this is, and a length is further where it is this much longer.
+_WORTH_TELLING = 1024
+_FURTHER = 1.25
 
 
 def max_seq_len(setup: Setup, fits=fits) -> int:
@@ -64,13 +67,7 @@ def min_gpus(setup: Setup) -> Setup | None:
 
 def advise(setup: Setup) -> list[str]:
     """What would make `setup` fit, each checked."""
-    found = []
-    ranks = _most_ranks(setup, setup.gpus)
-    if ranks > setup.sequence_parallel and fits(setup.replace(sequence_parallel=ranks)):
-        found.append(f"it fits with each sequence over {ranks} of the {setup.gpus} GPUs (--sequence-parallel {ranks})")
-    longest = max_seq_len(setup)
-    if longest:
-        found.append(f"a sequence of at most {longest} tokens fits")
+    found = _about_length(setup)
     if setup.optimizer_device == "device" and fits(setup.replace(optimizer_device="host")):
         found.append("it fits with the optimizer on the host (--optimizer-device host)")
     adapter = dataclasses.replace(setup.training, lora_rank=LORA_RANK, lora_targets=frozenset(ALL_LINEAR))
@@ -80,9 +77,11 @@ def advise(setup: Setup) -> list[str]:
         found.append("it fits with a swap fraction that is chosen for you")
     if fits(setup.replace(host_bytes=1e18)):
         found.append("it fits with more host memory (--host-memory)")
+    if setup.device.name == "cpu":
+        return found or ["more host memory does not make it fit: use a smaller model or a larger machine"]
     more = min_gpus(setup)
     if more is not None and more.gpus > setup.gpus:
-        found.append(f"it fits on {more.gpus} GPUs with sequence parallelism over {more.sequence_parallel} of them")
+        found.append(f"it fits on {describe_gpus(more)}")
     if not found:
         found.append("neither more GPUs nor more host memory make it fit: use a smaller model or a larger device")
     if more is None:
@@ -90,4 +89,30 @@ def advise(setup: Setup) -> list[str]:
             f"no number of GPUs up to {MOST_GPUS:,} suffices: its {setup.model.heads} attention heads bound how many "
             "ranks can share a sequence"
         )
+    return found
+
+
+def describe_gpus(setup: Setup) -> str:
+    """How many GPUs, and how they share a sequence where they do, with the options that ask for it."""
+    if setup.sequence_parallel == 1:
+        return f"{setup.gpus:,} GPU{'s' if setup.gpus > 1 else ''} (--gpus {setup.gpus})"
+    return (
+        f"{setup.gpus:,} GPUs, each sequence shared by {setup.sequence_parallel}"
+        f" (--gpus {setup.gpus} --sequence-parallel {setup.sequence_parallel})"
+    )
+
+
+def _about_length(setup: Setup) -> list[str]:
+    """How long a sequence may be as asked, and if more of the GPUs that are there shared it."""
+    ranks, asked = _most_ranks(setup, setup.gpus), max_seq_len(setup)
+    found = [f"{asked:,} tokens fit as asked"] if asked >= _WORTH_TELLING else []
+    if ranks == setup.sequence_parallel:
+        return found
+    shared, how = setup.replace(sequence_parallel=ranks), f"each sequence over {ranks} of the {setup.gpus} GPUs"
+    if fits(shared):
+        return [f"it fits with {how} (--sequence-parallel {ranks})", *found]
+    longer = max_seq_len(shared)
+    if longer > max(_FURTHER * asked, _WORTH_TELLING):
+        less = f"{asked:,} tokens fit as asked, {longer:,}" if found else f"{longer:,} tokens fit"
+        return [f"{less} with {how} (--sequence-parallel {ranks})"]
     return found
