@@ -27,8 +27,6 @@ PLACES = {
     "o": {"optimizer_device": "host"},
     "w": {"optimizer_device": "host", "weights_device": "host"},
 }
-# Between nodes, each way and GPU: a network of 400 Gb/s for each.
-NETWORK_BYTES_PER_SECOND = 50e9
 # The run, model, tokens, GPUs, published seconds of a step, its MFU counted as here (see docs/scaling.md).
 PUBLISHED_SECONDS = (
     ("TRL guide", "qwen3-8b", "1M", 8, 380, 33.9),
@@ -63,10 +61,7 @@ BESIDE = (
 def setup_on(model: str, length: str, gpus: int, **places) -> Setup:
     """`gpus` H100s, eight to a node, that share weights and sequence, each with 240 GiB of host memory."""
     setup = with_gpus(make_setup(model, length, device="h100", **places), gpus)
-    device = setup.device
-    if gpus > setup.gpus_per_node:
-        device = device.with_rates(peer_bytes_per_second=NETWORK_BYTES_PER_SECOND)
-    return setup.replace(device=device, host_bytes=device.host_bytes_per_device * setup.local_ranks)
+    return setup.replace(host_bytes=setup.assumed_host_bytes)
 
 
 @cache

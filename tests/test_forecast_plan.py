@@ -297,6 +297,40 @@ def test_host_memory_that_was_not_given_is_said_to_be_assumed(more, assumed, cap
     assert answer(capsys, *arguments)["host_memory_assumed"] is assumed
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], None),
+        (["--gpus", "8"], "between GPUs    360 GB/s each way, assumed"),
+        (["--gpus", "16"], "between GPUs    360 GB/s each way, 50 GB/s a GPU between nodes, assumed"),
+        (["--gpus", "2", "--device", "4090"], "between GPUs    20 GB/s each way, assumed"),
+    ],
+)
+def test_the_bandwidths_between_gpus_are_told(more, said, capsys):
+    main(["plan", "--model", "qwen3-8b", "--seq-len", "8K", "--train", "lora", *more])
+    text = capsys.readouterr().out
+    assert (said or "fits") in text and ("between GPUs" in text) is bool(said)
+    assert ("copies to the host take the same PCIe" in text) is ("4090" in more)
+
+
+def test_what_travels_between_gpus_is_in_the_seconds():
+    """Weights in forward, weights and gradients in backward: as long as they take, where nothing hides them."""
+    free = {"flops": 1e30, "memory_bytes_per_second": 1e30, "chunk_seconds": 0.0}
+    for train, gpus, shards, rate in (("full", 8, 8, 20e9), ("lora", 8, 8, 20e9), ("full", 16, 16, 3e9)):
+        setup = make_setup("qwen3-8b", "1K", train=train, gpus=gpus, shards=shards, device="4090")
+        setup = setup.replace(device=setup.device.with_rates(**free))
+        kind = setup.kinds[0]
+        found = layer_seconds(setup, kind)
+        weights = 2 * setup.model.layer_parameters(kind) * (shards - 1) / shards / rate
+        gradients = weights if train == "full" else 4 * setup.adapter_parameters / 36 * 7 / 8 / rate
+        assert found.attend_forward == pytest.approx(weights)
+        assert found.attend_backward == pytest.approx(weights + gradients)
+    setup = setup.replace(gpus=4, shards=1)  # DDP: nothing to fetch, and the sum goes to all
+    found = layer_seconds(setup, kind)
+    assert found.attend_forward == pytest.approx(0, abs=1e-9)
+    assert found.attend_backward == pytest.approx(2 * 2 * setup.model.layer_parameters(kind) * 3 / 4 / 20e9)
+
+
 def test_what_does_not_fit_has_no_step_time(capsys):
     assert main(["plan", "--model", "llama-3.1-8b", "--seq-len", "1M", "--device", "4090"]) == 1
     text = capsys.readouterr().out

@@ -231,9 +231,24 @@ def _text(setup, forecast) -> str:
     if setup.host_bytes is None:
         assumed = f"{setup.device.name}: nine tenths of {format_bytes(setup.assumed_host_bytes)}"
         lines.append(f"{'':16}host memory assumed for {assumed}; give --host-memory")
+    lines += _bandwidths(setup)
     lines.append(_TRUST)
     lines += [f"to change       {advice}" for advice in forecast.advice]
     return "\n".join(lines)
+
+
+def _bandwidths(setup) -> list[str]:
+    """A line on what is assumed between GPUs, where there are several."""
+    if setup.gpus == 1:
+        return []
+    device = setup.device
+    text = f"between GPUs    {device.peer_bytes_per_second / 1e9:g} GB/s each way"
+    if setup.gpus > setup.gpus_per_node:
+        text += f", {device.network_bytes_per_second / 1e9:g} GB/s a GPU between nodes"
+    text += ", assumed; weights and gradients of layers, and q, k, v, o take it"
+    if device.peer_bytes_per_second == device.link_bytes_per_second:
+        text += "\n" + " " * 16 + "copies to the host take the same PCIe: that they slow each other is not counted"
+    return [text]
 
 
 def _positions(setup) -> list[str]:

@@ -28,6 +28,7 @@ class Device:
         memory_bytes_per_second: achieved bandwidth of element-wise kernels.
         link_bytes_per_second: to and from host memory, each way, while every device of the node copies.
         peer_bytes_per_second: between the devices of a node, each way.
+        network_bytes_per_second: for each device between nodes, each way.
         chunk_seconds: what launching one chunk of project or finish takes at least.
         flash_workspace: the attention's backward holds an fp32 sum of dq, and with grouped keys full-width dk and dv.
         host_bytes_per_device: host memory that a node offers for each of its devices, where none is given.
@@ -43,6 +44,7 @@ class Device:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     peer_bytes_per_second: float
+    network_bytes_per_second: float = 50e9
     chunk_seconds: float = 1e-3
     flash_workspace: bool = True
     host_bytes_per_device: float = 128 * GIB
@@ -65,7 +67,7 @@ class Device:
 
 
 _AMPERE_RATES = {"attention_forward_efficiency": 0.65, "attention_backward_efficiency": 0.60}
-_AMPERE = _AMPERE_RATES | {"flops": 312e12}
+_AMPERE = _AMPERE_RATES | {"flops": 312e12, "network_bytes_per_second": 25e9}
 _HOPPER = {
     "attention_forward_efficiency": 0.55,
     "attention_backward_efficiency": 0.48,
@@ -74,10 +76,11 @@ _HOPPER = {
     "peer_bytes_per_second": 360e9,
     "host_bytes_per_device": 240 * GIB,
 }
-# On PCIe alone: the exchange between them takes the same way as copies to the host.
+# On PCIe alone: the exchange between them takes the same way as copies to the host, and a node of eight has 200 Gb/s.
 _CARD = _AMPERE_RATES | {
     "link_bytes_per_second": 20e9,
     "peer_bytes_per_second": 20e9,
+    "network_bytes_per_second": 3e9,
     "host_bytes_per_device": 64 * GIB,
 }
 # Their peak, with sums in fp32, is half of what their tensor cores do in fp16, so they come closer to it.
@@ -154,6 +157,7 @@ def this_cpu(memory_bytes: float) -> Device:
         memory_bytes_per_second=4e9 * cores,
         link_bytes_per_second=6e9,
         peer_bytes_per_second=3e9,
+        network_bytes_per_second=3e9,
         flash_workspace=False,
         host_bytes_per_device=memory_bytes,
     )

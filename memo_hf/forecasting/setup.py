@@ -118,6 +118,13 @@ class Setup:
     def local_ranks(self) -> int:
         return min(self.gpus, self.gpus_per_node)
 
+    def rate_among(self, ranks: int) -> float:
+        """Bytes per second, each way, that each of `ranks` GPUs exchanges with the others: the network's if need be."""
+        device = self.device
+        if ranks <= self.gpus_per_node:
+            return device.peer_bytes_per_second
+        return min(device.peer_bytes_per_second, device.network_bytes_per_second)
+
     @property
     def node_host_bytes(self) -> float:
         """Host memory of one node that the run may take: as given, or of what is assumed the share that a run takes."""

@@ -54,38 +54,52 @@ def layer_seconds(setup: Setup, kind: LayerKind, *, chunked: bool = True) -> Lay
     weight_gradient = 2.0 if setup.training.is_full else 1.0  # frozen matrices have no gradient of their own
     flops = attention_flops(setup, kind)
     exchange = _exchange_seconds(setup, of)
-    wait = _weights_seconds(setup, kind)
+    fetch = _weights_seconds(setup, kind)
     # By the share of a chunk: were the last one counted whole, the step would jump at each multiple of the chunk by
     # more than swapping gains at short lengths, and the choice of a strategy would go back and forth there.
     least = setup.device.chunk_seconds * tokens / setup.chunk if chunked else 0.0
     project_forward, finish_forward = max(least, project + move_project), max(least, finish + move_finish)
     attend_forward = flops / (device.flops * device.attention_forward_efficiency) + exchange
     attend_backward = 2.5 * flops / (device.flops * device.attention_backward_efficiency) + 2 * exchange
-    # Weights travel beside the computation; what it does not hide is waited for.
-    late = max(0.0, wait - project_forward - attend_forward - finish_forward)
+    project_backward = max(least, weight_gradient * project + 2 * move_project)
+    finish_backward = max(least, weight_gradient * finish + 2 * move_finish)
+    # Weights and gradients travel beside the computation; what it does not hide is waited for.
+    late_forward = max(0.0, fetch - project_forward - attend_forward - finish_forward)
+    in_backward = fetch + _gradients_seconds(setup, kind)
+    late_backward = max(0.0, in_backward - project_backward - attend_backward - finish_backward)
     return LayerSeconds(
         project_forward=project_forward,
-        attend_forward=attend_forward + late,
+        attend_forward=attend_forward + late_forward,
         finish_forward=finish_forward,
-        project_backward=max(least, weight_gradient * project + 2 * move_project),
-        attend_backward=attend_backward + late,
-        finish_backward=max(least, weight_gradient * finish + 2 * move_finish),
+        project_backward=project_backward,
+        attend_backward=attend_backward + late_backward,
+        finish_backward=finish_backward,
     )
 
 
 def _exchange_seconds(setup: Setup, of) -> float:
     """Ulysses: q, k, v to the ranks of their heads, o back to those of its tokens."""
     ranks = setup.sequence_parallel
-    return (of.qkv + of.output) * (ranks - 1) / ranks / setup.device.peer_bytes_per_second
+    return (of.qkv + of.output) * (ranks - 1) / ranks / setup.rate_among(ranks)
 
 
 def _weights_seconds(setup: Setup, kind: LayerKind) -> float:
     """Fetching one layer's sharded or offloaded weights."""
     size = setup.training.element_bytes * setup.model.layer_parameters(kind)
-    seconds = size * (setup.shards - 1) / setup.shards / setup.device.peer_bytes_per_second
+    seconds = size * (setup.shards - 1) / setup.shards / setup.rate_among(setup.shards)
     if setup.weights_device == "host":
         seconds += size / setup.shards / setup.device.link_bytes_per_second
     return seconds
+
+
+def _gradients_seconds(setup: Setup, kind: LayerKind) -> float:
+    """Summing one layer's gradients: to the rank that has the shard, then among those that have the same shard."""
+    size = setup.training.element_bytes * setup.model.layer_parameters(kind)
+    if not setup.training.is_full:
+        size = setup.training.adapter_bytes * setup.adapter_parameters / setup.model.num_layers
+    shards, copies = setup.shards, setup.gpus // setup.shards
+    seconds = size * (shards - 1) / shards / setup.rate_among(shards)
+    return seconds + 2 * size / shards * (copies - 1) / copies / setup.rate_among(setup.gpus)
 
 
 def rest_seconds(setup: Setup) -> float:
