@@ -356,7 +356,7 @@ def test_what_is_found_says_what_it_replaces(capsys):
     arguments = ["plan", "--model", "qwen3-8b", "--device", "h200", "--train", "lora", "--seq-len", "1M", "--gpus", "2"]
     for find, words in {
         "max-seq-len": r"max seq len: [\d,]+ \(in place of --seq-len 1M\)",
-        "min-gpus": r"min gpus: \d+ \(in place of --gpus 2\)",
+        "min-gpus": r"min gpus: (\d+) GPUs, each sequence shared by \1 \(--gpus .*\) \(in place of --gpus 2\)\n",
     }.items():
         main([*arguments, "--find", find])
         assert re.match(words, capsys.readouterr().out)
@@ -518,7 +518,11 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "no" / "out.png")]) == 2
     captured = capsys.readouterr()
-    assert "plot: cannot write" in captured.err and "fits            yes" in captured.out
+    assert f"there is no folder '{tmp_path / 'no'}'; make it" in captured.err and not captured.out
+    (tmp_path / "taken.png").mkdir()
+    assert main(["plan", *HEADLINE, "--plot", str(tmp_path / "taken.png")]) == 2
+    assert "plot: cannot write" in capsys.readouterr().err
+    (tmp_path / "taken.png").rmdir()
     for name in ("out", "out.txt", "out.json"):
         assert main(["plan", *HEADLINE, "--plot", str(tmp_path / name)]) == 2
         assert f"--plot, a picture, is '{tmp_path / name}'; end the name in .png or" in capsys.readouterr().err
@@ -532,7 +536,13 @@ def test_plot_that_cannot_be_written_says_so(tmp_path, capsys):
         (["--model", "./nope/llama-3.1-8b", "--seq-len", "1K"], "'./nope/llama-3.1-8b' is neither a config.json"),
         (["--model", "/a/gpt-7b", "--seq-len", "1K"], "is neither a config.json"),
         (["--model", "a/b/gpt-7b", "--seq-len", "1K"], "is neither a config.json"),
+        (["--model", "llama-3-8b", "--seq-len", "1K"], "'smollm2-135m'] (did you mean 'llama-3.1-8b' or"),
+        (["--model", "Qwen/Qwen3-8", "--seq-len", "1K"], "'smollm2-135m'] (did you mean 'qwen3-8b' or"),
         (["--model", "gpt-7b"], "--seq-len is missing"),
+        (
+            ["--model", "gpt-7b", "--find", "min-gpus", "--find", "max-seq-len"],
+            "--find is given 2 times (min-gpus, max-seq-len); ask for one at a time",
+        ),
         (["--model", "gpt-7b", "--seq-len", "1Q"], "cannot read '1Q'"),
         (["--model", "gpt-7b", "--seq-len", "1K", "--device", "abacus"], "choose from"),
         (

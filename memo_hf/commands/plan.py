@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 _EPILOG = """examples:
   memo-hf plan --model llama-3.1-8b --seq-len 256K --device h200 --host-memory 1TiB --optimizer-device host
@@ -68,6 +69,7 @@ def add_parser(subparsers):
     add("--gradient-accumulation", action="store_true", help="gradients of earlier passes are held during forward")
     add(
         "--find",
+        action="append",
         choices=["max-seq-len", "min-gpus"],
         help="the longest sequence, whatever --seq-len is, or the fewest GPUs that fit, whatever --gpus is",
     )
@@ -87,14 +89,21 @@ def run(args) -> int:
 
     if args.plot:
         require_suffix(args.plot, "--plot, a picture,", PICTURES)
-    if args.seq_len is None and args.find != "max-seq-len":
+        if not Path(args.plot).absolute().parent.is_dir():
+            raise ConfigError(
+                f"--plot is {args.plot!r}, and there is no folder {str(Path(args.plot).parent)!r}; make it"
+            )
+    if args.find and len(args.find) > 1:
+        raise ConfigError(f"--find is given {len(args.find)} times ({', '.join(args.find)}); ask for one at a time")
+    find = args.find[0] if args.find else None
+    if args.seq_len is None and find != "max-seq-len":
         raise ConfigError("--seq-len is missing; give the tokens of a sequence, for example --seq-len 128K")
     setup = _setup(args)
     found = {}
-    if args.find == "max-seq-len":
+    if find == "max-seq-len":
         found["max_seq_len"] = max_seq_len(setup)
         setup = setup.replace(seq_len=found["max_seq_len"] or setup.sequence_parallel)
-    elif args.find == "min-gpus":
+    elif find == "min-gpus":
         fewest = min_gpus(setup)
         found["min_gpus"] = fewest and fewest.gpus
         setup = fewest or setup
@@ -107,7 +116,7 @@ def run(args) -> int:
             answer["compare"] = rows
         print(json.dumps(answer, indent=2))
     else:
-        _print_text(setup, forecast, found, _unused(args), rows)
+        _print_text(setup, forecast, found, _unused(args, find), rows)
     if args.plot:
         from memo_hf.report.forecast_plot import plot_forecast
 
@@ -117,7 +126,7 @@ def run(args) -> int:
     return code
 
 
-def _unused(args) -> str:
+def _unused(args, find: str | None) -> str:
     """What was given and is found instead."""
     given = {
         "max-seq-len": {"--seq-len": args.seq_len},
@@ -127,16 +136,17 @@ def _unused(args) -> str:
             "--shards": args.shards,
         },
     }
-    named = [f"{name} {value}" for name, value in given.get(args.find, {}).items() if value is not None]
+    named = [f"{name} {value}" for name, value in given.get(find, {}).items() if value is not None]
     return f" (in place of {', '.join(named)})" if named else ""
 
 
 def _print_text(setup, forecast, found: dict, unused: str, rows: list[dict] | None) -> None:
-    from memo_hf.forecasting.find import MOST_GPUS
+    from memo_hf.forecasting.find import MOST_GPUS, describe_gpus
 
     none = {"max_seq_len": "none fits", "min_gpus": f"none up to {MOST_GPUS:,} fits; as given:"}
     for name, value in found.items():
-        print(f"{name.replace('_', ' ')}: {f'{value:,}' if value else none[name]}{unused}\n")
+        told = describe_gpus(setup) if name == "min_gpus" else f"{value:,}"
+        print(f"{name.replace('_', ' ')}: {told if value else none[name]}{unused}\n")
     print(_text(setup, forecast))
     if rows is not None:
         print("\n" + _table(rows, setup.chunked_loss))

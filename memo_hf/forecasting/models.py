@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from memo_hf.errors import ConfigError
+from memo_hf.errors import ConfigError, did_you_mean
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict:
@@ -112,7 +112,8 @@ def read_config(name_or_path: str | Path) -> tuple[str, dict]:
     name = re.fullmatch(r"(\w[\w.-]*/)?([^/]+)", str(name_or_path).lower())
     if name and name[2] in SHIPPED and not (name[1] and is_folder):
         return name[2], SHIPPED[name[2]]
+    asked = "" if is_folder else did_you_mean(str(name_or_path).lower().split("/")[-1], SHIPPED)
     raise ConfigError(
         f"model: {str(name_or_path)!r} is neither a config.json, a folder that holds one, nor one of the shipped names"
-        f" {sorted(SHIPPED)}; download the model's config.json and give its folder"
+        f" {sorted(SHIPPED)}{asked}; download the model's config.json and give its folder"
     )
