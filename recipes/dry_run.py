@@ -1,23 +1,28 @@
 """`--dry-run` of the recipes: the forecast of a launch from its arguments and the environment of `accelerate launch`.
 
-It loads no weights, starts no process group and touches no GPU: it writes the `memo-hf plan` command that describes the
-launch, and runs it.
+It loads no weights, starts no process group and runs nothing on a GPU, whose name alone it asks for: it writes the
+`memo-hf plan` command that describes the launch, and runs it.
 """
 
 import argparse
 import os
+import re
 import shlex
 from pathlib import Path
 
+import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from launching import config_file
+from long_text import SUFFIXES, open_documents
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from memo_hf import cli
 from memo_hf.errors import ConfigError
+from memo_hf.forecasting.hardware import find_device
 from memo_hf.forecasting.models import read_config
 
+ASSUMED = "h100"
 OPTIMIZERS = {
     "sgd": "sgd",
     "adamw_8bit": "adamw-8bit",
@@ -42,7 +47,7 @@ def plan_command(options: argparse.Namespace) -> list[str]:
         offloads = isinstance(FullyShardedDataParallelPlugin().cpu_offload, CPUOffloadPolicy)
         offloaded = ["optimizer", "weights"] if offloads else []
     command = ["plan", "--model", _model(options.model), "--seq-len", options.seq_len, "--device"]
-    command.append("cpu" if options.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true" else options.device)
+    command.append("cpu" if _is_on_cpu(options) else options.device or _gpu_here() or ASSUMED)
     command += ["--batch", options.per_device_train_batch_size, "--train", "full" if options.full else "lora"]
     if not options.full:
         command += ["--lora-rank", options.lora_rank]
@@ -61,6 +66,31 @@ def plan_command(options: argparse.Namespace) -> list[str]:
     return [str(part) for part in command]
 
 
+def _is_on_cpu(options: argparse.Namespace) -> bool:
+    return options.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true"
+
+
+def _gpu_here() -> str | None:
+    """The GPU of this machine by the name that the forecast has for it; None where there is none, or none that it knows."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return find_device(torch.cuda.get_device_name()).name
+    except ConfigError:
+        return None
+
+
+def _check_dataset(source: str) -> None:
+    """Exit for files that training would refuse, and for a path that leads nowhere. The hub is not asked."""
+    path = Path(source)
+    is_below_a_folder = "/" in source and path.parent.exists()
+    may_be_a_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) and path.suffix not in SUFFIXES
+    if path.exists():
+        open_documents(source)
+    elif is_below_a_folder or not may_be_a_name:
+        raise SystemExit(f"--dataset: there is no file or folder {source}")
+
+
 def _model(name: str) -> str:
     """A folder with a `config.json`, or a name that the forecast knows; else the `config.json` of the hub."""
     try:
@@ -77,12 +107,15 @@ def dry_run(options: argparse.Namespace) -> int:
         the exit code, of the rank that prints: 0 where the run fits, 1 where it does not, 2 for a mistake.
 
     Raises:
-        SystemExit: the launch is one without memo_hf.
+        SystemExit: the launch is one without memo_hf, or there is no such text.
     """
     if not options.memo:
         raise SystemExit("--dry-run forecasts a run with memo_hf: leave out --memo false, or --dry-run")
     if int(os.environ.get("RANK", 0)) != 0:
         return 0
+    _check_dataset(options.dataset)
+    if not (options.device or _is_on_cpu(options) or _gpu_here()):
+        print(f"No GPU that the forecast knows is here: --device {ASSUMED} is assumed.", flush=True)
     command = plan_command(options)
     print(f"memo-hf {shlex.join(command)}\n", flush=True)
     return cli.main(command)

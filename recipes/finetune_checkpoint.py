@@ -62,8 +62,12 @@ class Arguments:
         default=False,
         metadata={"help": "Forecast this launch instead of running it; exits with 1 where it does not fit."},
     )
-    device: str = field(
-        default="h100", metadata={"help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU."}
+    device: str | None = field(
+        default=None,
+        metadata={
+            "help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU. Not set: the GPU of this "
+            "machine, or an H100 where there is none."
+        },
     )
 
 

@@ -137,6 +137,38 @@ def test_a_dry_run_ends_with_whether_it_fits(recipe, tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("gpu", "device", "assumed"),
+    [(None, "h100", True), ("NVIDIA A100-SXM4-80GB", "a100-80", False), ("NVIDIA TITAN V", "h100", True)],
+)
+def test_a_dry_run_is_for_the_gpu_that_is_there_or_says_what_it_assumes(gpu, device, assumed, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    arguments = ["--dry-run", "--model", "qwen3-8b", "--dataset", "manual"]
+    finetune_checkpoint.main(arguments)
+    first, rest = capsys.readouterr().out.split("\n", 1)
+    assert (first == "No GPU that the forecast knows is here: --device h100 is assumed.") is assumed
+    assert f" --device {device} " in (rest if assumed else first)
+    finetune_checkpoint.main([*arguments, "--device", "h100"])
+    assert capsys.readouterr().out.startswith("memo-hf plan ")
+
+
+def test_a_dry_run_refuses_text_that_is_not_there(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for dataset, words in {
+        "./books": "--dataset: there is no file or folder ./books",
+        "books.txt": "--dataset: there is no file or folder books.txt",
+        "books/": "--dataset: there is no file or folder books/",
+        str(tmp_path / "books"): f"--dataset: there is no file or folder {tmp_path}/books",
+        str(tmp_path / "empty"): f"{tmp_path}/empty: no file there ends in one of",
+    }.items():
+        with pytest.raises(SystemExit, match=words):
+            finetune_checkpoint.main(["--dry-run", "--model", "qwen3-8b", "--dataset", dataset])
+        assert capsys.readouterr().out == ""
+    # A name of the hub is not looked up.
+    assert finetune_checkpoint.main(["--dry-run", "--model", "qwen3-8b", "--dataset", "owner/books"]) == 0
+
+
 def test_a_launch_is_forecast_and_not_run(tmp_path):
     """The README's line on two ranks, on a machine without a GPU."""
     done = subprocess.run(
