@@ -71,7 +71,7 @@ def _is_on_cpu(options: argparse.Namespace) -> bool:
 
 
 def _gpu_here() -> str | None:
-    """The GPU of this machine by the name that the forecast has for it; None where there is none, or none that it knows."""
+    """The GPU of this machine by the name that the forecast has for it; None where it has none, or there is none."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -18,7 +18,7 @@ from memo_hf.forecasting.find import advise, max_seq_len, min_gpus
 from memo_hf.forecasting.forecast import fits, layer_costs
 from memo_hf.forecasting.hardware import DEVICES, find_device
 from memo_hf.forecasting.memory import layer_bytes
-from memo_hf.forecasting.moments import layer_moments
+from memo_hf.forecasting.moments import layer_moments, loss_parts
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.shapes import ModelShape
 from memo_hf.forecasting.speed import LayerSeconds, calibrate, layer_seconds
@@ -206,6 +206,17 @@ def test_the_comparison_has_the_peers_with_the_loss_of_memo_hf_and_with_the_stoc
     assert "device peak  whole logits  host a rank" in capsys.readouterr().out
     main(["plan", *arguments, "--full-logits"])
     assert "device peak  host a rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_loss_of_one_chunk_takes_what_whole_logits_take(train):
+    """A chunk is 1,024 tokens at least. More of them sum the head's gradient, in fp32, and take no more otherwise."""
+    for tokens, is_one in ((512, True), (1024, True), (1025, False), (16384, False)):
+        setup = make_setup("llama-3.1-8b", tokens, train=train)
+        chunked, whole = (loss_parts(setup.replace(chunked_loss=is_chunked))["loss"] for is_chunked in (True, False))
+        summed = 4 * 128256 * 4096 if train == "full" else 0
+        assert chunked == whole if is_one else chunked <= whole + summed
+    assert chunked < 0.5 * whole
 
 
 def test_short_sequences_keep_activation_checkpointing(capsys):

@@ -182,17 +182,21 @@ def loss_parts(setup: Setup) -> dict[str, float]:
     """What the final norm, the head and the loss hold, layers apart."""
     model, e, tokens = setup.model, setup.training.element_bytes, setup.local_tokens
     hidden = tokens * model.hidden * e
-    at_once = tokens
-    if setup.chunked_loss:
-        at_once = min(tokens, default_loss_chunk_tokens(tokens, model.hidden, model.vocab, setup.device_type))
-    # Bytes per logit. In chunks: as the head gives them, the same in fp32 unless they are, their log-softmax and its
-    # gradient. Whole, as seen on an H200: in backward, when the fp32 ones are gone, all that is left are log-softmax
-    # and gradients.
-    copied = e if setup.chunked_loss and e != _FP32 else 0
-    logits = at_once * model.vocab * (copied + 3 * _FP32)
-    head = _FP32 * model.vocab * model.hidden if setup.training.is_full and setup.chunked_loss else 0
+    chunk = default_loss_chunk_tokens(tokens, model.hidden, model.vocab, setup.device_type)
+    head = model.vocab * model.hidden if setup.training.is_full else 0
+    # Per logit 12 bytes, as seen on an H200 and metered on a CPU: in backward, when the fp32 ones are gone, all that is
+    # left are log-softmax and gradients.
+    whole = 3 * _FP32 * tokens * model.vocab
+    if setup.chunked_loss and chunk < tokens:
+        # A chunk's 16-bit logits as the head gives them count as well, a little high. Beside them the head's summed
+        # gradient.
+        copied = e if e < _FP32 else 0
+        logits = min(whole, (copied + 3 * _FP32) * chunk * model.vocab) + _FP32 * head
+    else:
+        # Then the gradients as the head takes them, with the head's own. One chunk is no different.
+        logits = max(whole, e * (tokens * model.vocab + head))
     # The last layer's output, the final norm's output and the gradient of that; the norm works in chunks.
-    return {"loss": 3 * hidden + logits + head}
+    return {"loss": 3 * hidden + logits}
 
 
 def whole_layer_moment(
