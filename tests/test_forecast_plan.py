@@ -314,13 +314,14 @@ def test_host_memory_that_was_not_given_is_said_to_be_assumed(more, assumed, cap
         ([], None),
         (["--gpus", "8"], "between GPUs    360 GB/s each way, assumed"),
         (["--gpus", "16"], "between GPUs    360 GB/s each way, 50 GB/s a GPU between nodes, assumed"),
-        (["--gpus", "2", "--device", "4090"], "between GPUs    20 GB/s each way, assumed"),
+        (["--gpus", "16", "--device", "4090"], "between GPUs    20 GB/s each way, 3 GB/s a GPU between nodes, assumed"),
     ],
 )
 def test_the_bandwidths_between_gpus_are_told(more, said, capsys):
     main(["plan", "--model", "qwen3-8b", "--seq-len", "8K", "--train", "lora", *more])
     text = capsys.readouterr().out
     assert (said or "fits") in text and ("between GPUs" in text) is bool(said)
+    assert max(len(line) for line in text.splitlines()) <= 120
     assert ("copies to the host take the same PCIe" in text) is ("4090" in more)
 
 

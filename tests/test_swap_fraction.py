@@ -284,7 +284,14 @@ def test_layers_that_cannot_stay_leave_a_shortage_of_the_host():
 def test_a_host_too_small_for_any_swapping_leaves_activation_checkpointing():
     plan = solve_swap_plan([layer()], budgets(host_bytes=1 * GIB), checkpoint_device_bytes=30 * GIB)
     assert plan.strategy == "checkpoint" and plan.host_bytes == 0
-    assert plan.binding_limit.startswith("host memory: needs 30.00 GiB a rank, has 1.00 GiB to swap, so activation")
+    said = "needs 30.00 GiB a rank, has 1.00 GiB; activation checkpointing, which swaps nothing, fits"
+    assert plan.binding_limit == f"host memory: {said}"
+    # The device is short of what any swapping takes, not of checkpointing: the limit is of swapping.
+    peaks = tuple(DevicePeak(when="w", treatment=t, fixed_bytes=20 * GIB) for t in ("swap", "rebuild", "input"))
+    plan = solve_swap_plan(
+        [layer(device_peaks=peaks)], budgets(device_bytes=16 * GIB), checkpoint_device_bytes=15 * GIB
+    )
+    assert plan.binding_limit.startswith("device memory: needs at least 20.00 GiB, has 16.00 GiB; activation")
 
 
 def test_costs_are_checked():

@@ -255,7 +255,7 @@ def _bandwidths(setup) -> list[str]:
     text = f"between GPUs    {device.peer_bytes_per_second / 1e9:g} GB/s each way"
     if setup.gpus > setup.gpus_per_node:
         text += f", {device.network_bytes_per_second / 1e9:g} GB/s a GPU between nodes"
-    text += ", assumed; weights and gradients of layers, and q, k, v, o take it"
+    text += ", assumed, for weights, gradients, q, k, v and o"
     if device.peer_bytes_per_second == device.link_bytes_per_second:
         text += "\n" + " " * 16 + "copies to the host take the same PCIe: that they slow each other is not counted"
     return [text]

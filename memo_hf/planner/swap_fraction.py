@@ -117,12 +117,12 @@ def solve_swap_plan(
         if choice is not None:
             break
     else:
-        stock_bytes = checkpoint_device_bytes
+        stock_bytes = None if stock_fits else checkpoint_device_bytes
         least = least_plan(
             *ways, budgets=budgets, swap_fraction=swap_fraction, qkv=qkv, checkpoint_device_bytes=stock_bytes
         )
         if stock_fits and swap_fraction is None:
-            return stock(f"{least.binding_limit} to swap, so activation checkpointing, which takes none")
+            return stock(f"{least.binding_limit}; activation checkpointing, which swaps nothing, fits")
         raise _shortage(least)
     mode, kinds = choice
     prediction = predict(layers, budgets, mode, kinds, rest_seconds)
