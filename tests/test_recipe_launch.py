@@ -162,9 +162,10 @@ def test_a_dry_run_refuses_text_that_is_not_there(tmp_path, capsys):
         str(tmp_path / "books"): f"--dataset: there is no file or folder {tmp_path}/books",
         str(tmp_path / "empty"): f"{tmp_path}/empty: no file there ends in one of",
     }.items():
-        with pytest.raises(SystemExit, match=words):
+        with pytest.raises(SystemExit) as stopped:
             finetune_checkpoint.main(["--dry-run", "--model", "qwen3-8b", "--dataset", dataset])
-        assert capsys.readouterr().out == ""
+        said = capsys.readouterr()
+        assert said.out == "" and words in f"{stopped.value.code} {said.err}"
     # A name of the hub is not looked up.
     assert finetune_checkpoint.main(["--dry-run", "--model", "qwen3-8b", "--dataset", "owner/books"]) == 0
 
