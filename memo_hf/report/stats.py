@@ -41,7 +41,7 @@ class ServingStats:
         if self.allocator == "stock":
             return f"stock allocator: {self.reason}"
         if self.served_share is None:
-            return "planned allocator: addresses are being planned"
+            return "planned allocator: no step has been served from a plan yet"
         return (
             f"planned allocator: {format_bytes(self.arena_bytes)} at planned addresses, "
             f"{self.served_share:.2%} of requests served there"
