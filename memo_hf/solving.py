@@ -22,7 +22,7 @@ from memo_hf.planner.budgets import device_budget_bytes
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.layer_costs import Budgets, LayerCosts, estimated_peaks, predict
 from memo_hf.planner.plan import Measurement, Shape
-from memo_hf.planner.swap_fraction import SwapPlan, solve_swap_plan
+from memo_hf.planner.swap_fraction import SwapPlan, least_plan, solve_swap_plan
 
 logger = logging.getLogger("memo_hf")
 
@@ -86,7 +86,7 @@ class StackSolver:
     def solve(self, measured: Measurement, shape: Shape, memory: Memory) -> SwapPlan:
         """The plan with the shortest predicted step at `shape`.
 
-        Where none is predicted to fit, says so and returns the one at fraction 0, with the reason as its limit.
+        Where none is predicted to fit, says so and returns the one that comes nearest, with the reason as its limit.
         """
         layers, checkpoint_bytes = self._costs(measured, shape, memory, self._config.unswapped_layers)
         moved, _ = self._costs(measured, shape, memory, 0)
@@ -97,10 +97,8 @@ class StackSolver:
         try:
             return solve_swap_plan(layers, budgets, without_kept=moved, **options)
         except (HostMemoryError, DeviceMemoryError) as error:
-            logger.warning(f"memo_hf: no plan is predicted to fit, so the swap fraction stays 0: {error}")
-            unlimited = dataclasses.replace(budgets, host_bytes=float("inf"), device_bytes=float("inf"))
-            options["qkv"] = self.qkv or "rebuild"
-            plan = solve_swap_plan(layers, unlimited, **options, swap_fraction=0.0)
+            logger.warning(f"memo_hf: no plan is predicted to fit; the nearest is tried: {error}")
+            plan = least_plan(layers, moved, budgets=budgets, **options)
             return dataclasses.replace(plan, binding_limit=str(error))
 
     def layers_seconds(self, plan: SwapPlan, measured: Measurement, shape: Shape, memory: Memory) -> float:

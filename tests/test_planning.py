@@ -241,6 +241,18 @@ def test_a_host_too_small_for_h_and_o_has_layers_that_send_h_alone(never_checkpo
     session.close()
 
 
+def test_what_does_not_fit_the_device_is_tried_with_the_least(caplog):
+    session = enabled(chunk_size=64, device_memory="300KiB")
+    for _ in range(3):
+        train(session.model, 512)
+    assert [r.levelname for r in caplog.records if "no plan is predicted to fit" in r.message] == ["WARNING"]
+    (planner,) = session.planners
+    needed = memo_hf.units.format_bytes(planner.plan.device_bytes)
+    assert f"device memory: needs at least {needed}, has 300.0 KiB" in session.stats.binding_limit
+    assert planner.plan.num_kept == 0 and planner.choice.first_kept == 5  # no layer stays on the device
+    session.close()
+
+
 def test_a_host_too_small_for_anything_says_so():
     session = enabled(chunk_size=64, host_memory="64KiB")
     with pytest.raises(HostMemoryError, match="host memory does not suffice"):
