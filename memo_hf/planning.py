@@ -257,8 +257,9 @@ class Planner:
         return memory
 
     def _read_device(self, device: torch.device) -> Memory:
-        self._read = device, self._states.num_bytes(device)
-        return read_device(self._model, self._config, device, self._states)
+        state_bytes = self._states.num_bytes(device)
+        self._read = device, state_bytes
+        return read_device(self._model, self._config, device, state_bytes)
 
     def _memory_with_states(self) -> Memory:
         """With the states of optimizers that have made them since the last pass began."""

@@ -17,7 +17,7 @@ from memo_hf.config import MemoConfig
 from memo_hf.errors import DeviceMemoryError, HostMemoryError
 from memo_hf.forecasting.running import Held, RunForecast, describe_run, run_peaks
 from memo_hf.layers.zero import held_bytes
-from memo_hf.optimizer_states import OptimizerStates, local_bytes
+from memo_hf.optimizer_states import local_bytes
 from memo_hf.planner.budgets import device_budget_bytes
 from memo_hf.planner.chunks import default_chunk_tokens
 from memo_hf.planner.layer_costs import Budgets, LayerCosts, estimated_peaks, predict
@@ -47,8 +47,8 @@ class Memory:
         return self.held.static_bytes + self.held.gradient_bytes
 
 
-def read_device(model: nn.Module, config: MemoConfig, device: torch.device, states: OptimizerStates) -> Memory:
-    """What `device` holds now and may hold in all, as set or as it is free. `states` are of the model's optimizers."""
+def read_device(model: nn.Module, config: MemoConfig, device: torch.device, state_bytes: int) -> Memory:
+    """What `device` holds now, `state_bytes` of it optimizers' states, and may hold in all, as set or as it is free."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
@@ -56,7 +56,7 @@ def read_device(model: nn.Module, config: MemoConfig, device: torch.device, stat
         limit = device_budget_bytes(free + torch.cuda.memory_reserved(device), total_bytes=total)
     else:
         held, limit = sum(held_bytes(p) for p in model.parameters()), float("inf")
-        held += sum(local_bytes(p.grad) for p in parameters if p.grad is not None) + states.num_bytes(device)
+        held += sum(local_bytes(p.grad) for p in parameters if p.grad is not None) + state_bytes
     asked = config.bytes_of("device_memory")
     gradients = float(sum(local_bytes(p) for p in parameters if p.grad is None))
     return Memory(held=Held(float(held), gradients), device_bytes=float(limit if asked is None else min(asked, limit)))
