@@ -21,7 +21,7 @@ from memo_hf.forecasting.running import Held, RunForecast
 from memo_hf.optimizer_states import OptimizerStates
 from memo_hf.plan_file import PlanFile
 from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
-from memo_hf.planner.swap_fraction import SwapPlan
+from memo_hf.planner.swap_fraction import QKV_IN_WORDS, SwapPlan
 from memo_hf.solving import Memory, StackSolver, read_device
 from memo_hf.step_forecast import Planned, StepForecast
 from memo_hf.swap import SwapEngine
@@ -33,7 +33,7 @@ _USABLE_HOST = 0.95
 _ROUNDS = 3
 # A plan is made again where the device holds this much more than when it was made (optimizer states came).
 _GROWTH = 1.02
-_CPU_LIMIT = "CPU: fraction 0 takes the least memory; set device_memory to have it solved for"
+_CPU_LIMIT = "the CPU, where fraction 0 takes the least memory; set device_memory to have it solved for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Planner:
         self.choice = Choice(
             swap_fraction=config.swap_fraction or 0.0, rebuild_qkv=config.qkv == "rebuild", first_kept=self._first_kept
         )
-        self.binding_limit = "not known yet: the first training step is measured at fraction 0"
+        self.binding_limit = "nothing yet: the first training step is measured at fraction 0"
         # A plan is to be made from a measured step, and is not made yet.
         self.is_measuring = self._solves
         if self._solves and config.device_memory is None and not torch.accelerator.is_available():
@@ -100,7 +100,7 @@ class Planner:
         if config.swap_fraction is not None:
             self.binding_limit = f"swap_fraction: set to {config.swap_fraction:g} by hand"
         elif not attends:
-            self.binding_limit = "layers: none runs in token mode, so there is no fraction to choose"
+            self.binding_limit = "the layers: none runs in token mode, so there is no fraction to choose"
 
     @property
     def sequence_parallel(self) -> int:
@@ -176,7 +176,7 @@ class Planner:
         if None in facts:
             if any(facts) and self._solves:
                 self._solves = self.is_measuring = False
-                self.binding_limit = "another rank has nothing to choose, so the swap fraction stays 0 on all"
+                self.binding_limit = "another rank, which has nothing to choose, so the swap fraction stays 0 on all"
             return
         self._num_agreed += 1
         held = Held(max(f.held.static_bytes for f in facts), max(f.held.gradient_bytes for f in facts))
@@ -213,7 +213,7 @@ class Planner:
         self.binding_limit = plan.binding_limit
         logger.info(
             f"memo_hf: plan for {shape.batch} x {shape.bucket().seq_len} tokens: {plan.strategy}, swap fraction "
-            f"{plan.swap_fraction:.3f}, q/k/v {plan.qkv}; {plan.binding_limit}"
+            f"{plan.swap_fraction:.3f}, {QKV_IN_WORDS[plan.qkv]}; decided by {plan.binding_limit}"
         )
         self._file.save(self._book)
         return plan

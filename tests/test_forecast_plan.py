@@ -223,7 +223,7 @@ def test_short_sequences_keep_activation_checkpointing(capsys):
     # case 95
     found = answer(capsys, "--model", "qwen3-8b", "--seq-len", "1K", "--device", "h200")
     assert found["strategy"] == "checkpoint" and found["host_bytes_per_rank"] == 0
-    assert found["binding_limit"].startswith("length:")
+    assert found["binding_limit"].startswith("step time:")
 
 
 @pytest.mark.parametrize("device, train", [("h100", "lora"), ("4090", "full")])
@@ -239,7 +239,7 @@ def test_text_names_what_matters(capsys):
     text = capsys.readouterr().out
     for words in (
         "fits            yes",
-        "binding limit   host memory",
+        "decided by      host memory",
         "gathered weights",
         "MEMO (paper)",
         "a rank",
@@ -675,7 +675,7 @@ def test_optimizer_and_weights_move_to_the_host():
 def test_on_a_cpu_nothing_is_swapped_unless_its_memory_is_limited():
     options = {"device": "cpu", "host_memory": "64GiB"}
     found = memo_hf.forecast("smollm2-135m", "4K", **options)
-    assert found.swap_fraction == 0 and found.binding_limit.startswith("memory: the CPU's is the host's")
+    assert found.swap_fraction == 0 and found.binding_limit.startswith("the CPU, where fraction 0")
     assert memo_hf.forecast("smollm2-135m", "4K", **options, swap_fraction=0.5).swap_fraction == 0.5
     assert make_setup("smollm2-135m", "4K", **options, device_memory="3GiB").set_fraction is None
 

@@ -54,7 +54,7 @@ def never_checkpoints(monkeypatch):
 def test_the_first_step_is_measured_and_the_second_is_planned():
     session = enabled(chunk_size=64)
     train(session.model, 256)
-    assert session.stats.swap_fraction == 0 and "not known yet" in session.stats.binding_limit
+    assert session.stats.swap_fraction == 0 and "nothing yet" in session.stats.binding_limit
     train(session.model, 256)
     measured = session.planners[0].measurement
     (costs,) = measured.layers

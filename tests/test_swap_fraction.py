@@ -186,7 +186,7 @@ def test_limit_device_memory():
 def test_no_limit():
     plan = solve_swap_plan([layer()], budgets(host_bytes=math.inf))
     assert plan.swap_fraction == 1
-    assert plan.binding_limit == "none: every token is swapped and the copies are hidden"
+    assert plan.binding_limit == "no limit: every token is swapped and the copies are hidden"
 
 
 def test_host_too_small_for_h_and_o_recomputes_attention_in_some_layers():
@@ -209,7 +209,7 @@ def test_activation_checkpointing_is_kept_where_it_is_as_fast():
     slow = budgets(to_host_bytes_per_second=0.5e9, to_device_bytes_per_second=0.5e9)
     plan = solve_swap_plan([costs], slow, checkpoint_device_bytes=30 * GIB)
     assert plan.strategy == "checkpoint" and plan.num_kept == 32 and plan.host_bytes == 0
-    assert plan.binding_limit.startswith("length: activation checkpointing fits")
+    assert plan.binding_limit.startswith("step time: activation checkpointing fits")
     assert solve_swap_plan([costs], slow).strategy == "memo"
     small_device = dataclasses.replace(slow, device_bytes=20 * GIB)
     assert solve_swap_plan([costs], small_device, checkpoint_device_bytes=30 * GIB).strategy == "memo"

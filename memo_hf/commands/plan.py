@@ -203,6 +203,7 @@ def _inputs(setup) -> dict:
 
 
 def _text(setup, forecast) -> str:
+    from memo_hf.planner.swap_fraction import QKV_IN_WORDS
     from memo_hf.units import format_bytes, format_seconds
 
     trained = "full fine-tuning" if setup.training.is_full else f"LoRA of rank {setup.training.lora_rank}"
@@ -214,8 +215,9 @@ def _text(setup, forecast) -> str:
     where = f"{forecast.num_swapped} layers swapped, {forecast.num_kept} kept on the device"
     if forecast.num_input_only:
         where += f", {forecast.num_input_only} with their input alone swapped and attention recomputed"
+    way = f"swap fraction   {forecast.swap_fraction:.3f} of tokens; {QKV_IN_WORDS[forecast.qkv]}; {where}"
     if forecast.strategy == "checkpoint":
-        where = "activation checkpointing, nothing swapped"
+        way = "strategy        activation checkpointing, nothing swapped"
     step, exposed = format_seconds(forecast.step_seconds), format_seconds(forecast.exposed_seconds)
     speed = [
         f"step            {step}, {exposed} of it waiting for copies",
@@ -226,10 +228,10 @@ def _text(setup, forecast) -> str:
         head,
         "",
         f"fits            {'yes' if forecast.fits else 'NO'}",
-        f"swap fraction   {forecast.swap_fraction:.3f} (q, k, v: {forecast.qkv}; {where})",
+        way,
         *(speed if forecast.fits else []),
         *_positions(setup),
-        f"binding limit   {forecast.binding_limit}",
+        f"decided by      {forecast.binding_limit}",
         f"device peak     {format_bytes(forecast.device_peak_bytes)} of {format_bytes(forecast.device_budget_bytes)}",
         f"  when          {forecast.device_peak_moment}",
     ]

@@ -165,7 +165,7 @@ def _forecast(setup: Setup, plan: SwapPlan, stock: BaselineForecast, fits: bool,
     host = plan.host_bytes + host_state_bytes(setup)
     limit = plan.binding_limit
     if fits and setup.is_one_memory and setup.swap_fraction is None:
-        limit = "memory: the CPU's is the host's, so the swap fraction stays 0 unless --device-memory sets a limit"
+        limit = "the CPU, where fraction 0 takes the least memory unless --device-memory sets a limit"
     return Forecast(
         fits=fits,
         strategy=plan.strategy,

@@ -54,7 +54,7 @@ class RunFigures(TrainerCallback):
             "memo/swapped_gib": stats.swapped_bytes / _GIB,
             "memo/host_peak_gib": stats.peak_host_bytes / _GIB,
             "memo/swap_fraction": stats.swap_fraction,
-            "memo/stock_forwards": stats.stock_forwards,
+            "memo/untouched_batches": stats.stock_forwards,
             f"memo/{where}_peak_gib": peak / _GIB,
         }
         return found if self._rate is None else {**found, "memo/tokens_per_second": self._rate}

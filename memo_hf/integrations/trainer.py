@@ -42,10 +42,10 @@ class MemoTrainerMixin:
             `save_memo_report` writes the latter to a file, with plots where that is an HTML page.
 
     memo_hf is on from the start of the training loop to its end or failure, so that evaluation outside of it, saving
-    and a second `train()` find the model as it was. The first batch prints one line: mode, swap fraction, what limits
+    and a second `train()` find the model as it was. The first batch prints one line: mode, swap fraction, what decided
     it, host memory and the forecast. Trainer's progress bar shows tokens per second and the peak of memory. Logs that
     carry the loss also carry `memo/swapped_gib`, `memo/host_peak_gib`, `memo/swap_fraction`, `memo/tokens_per_second`,
-    `memo/stock_forwards` (that ran untouched), and `memo/device_peak_gib` (on a CPU `memo/process_peak_gib`).
+    `memo/untouched_batches` (too short to gain), and `memo/device_peak_gib` (on a CPU `memo/process_peak_gib`).
 
     Raises:
         ConfigError: `memo` is wrong, or activation checkpointing, activation offloading, torch.compile or

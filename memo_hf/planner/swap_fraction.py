@@ -24,6 +24,7 @@ from memo_hf.planner.program import solve_program
 from memo_hf.units import format_bytes
 
 _TIE = 0.02
+QKV_IN_WORDS = {"swap": "q, k, v swapped", "rebuild": "q, k, v recomputed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def solve_swap_plan(
     gained = stock_seconds - prediction.step_seconds
     if stock_fits and not by_hand and gained <= _TIE * (stock_seconds - rest_seconds):
         limit = (
-            f"length: activation checkpointing fits and is predicted to take {stock_seconds:.3g} s a step,"
+            f"step time: activation checkpointing fits and is predicted to take {stock_seconds:.3g} s a step,"
             f" swapping {prediction.step_seconds:.3g} s"
         )
         if gained > 0:
@@ -189,7 +190,7 @@ def _binding_limit(layers, budgets, prediction: Prediction, mode, kinds, qkv) ->
     movable = sum(kind.num_swapped + kind.num_input_only for kind in kinds)
     whole = all(kind.swap_fraction == 1 or not costs.token_wise for kind, costs in zip(kinds, layers, strict=True))
     if prediction.forward_exposed_seconds + prediction.backward_exposed_seconds == 0 and whole and movable:
-        return "none: every token is swapped and the copies are hidden"
+        return "no limit: every token is swapped and the copies are hidden"
     here = predict(layers, budgets, mode, kinds).step_seconds
     gains = {}
     for name, lifted in _lifted(budgets).items():
@@ -197,7 +198,7 @@ def _binding_limit(layers, budgets, prediction: Prediction, mode, kinds, qkv) ->
         gains[name] = here - predict(layers, lifted, *choice).step_seconds
     name = max(gains, key=gains.get)
     if gains[name] <= 1e-6 * here:
-        return "none: no limit, lifted alone, would shorten the step"
+        return "no single limit: none, lifted alone, would shorten the step"
     if name == "host memory":
         return f"host memory: {_of(prediction.host_bytes, budgets.host_bytes)}"
     if name == "device memory":

@@ -73,11 +73,10 @@ class RunReport:
     def text(self) -> str:
         """Several lines: modes with reasons, bytes planned, swapped and prefetched, forecast beside measured, and the
         device's peak without memo_hf."""
-        lines = [self.stats.describe(), *summary(self.stats, self.min_tokens, self.compared, self.forecast)]
-        if self.stats.stock_forwards and not self.stats.forwards:  # what follows is then of no step
+        if self.stats.stock_forwards and not self.stats.forwards:
             untouched = self.stats.untouched(self.min_tokens)
-            lines.insert(0, f"memo_hf ran on no batch ({untouched}). MemoConfig(min_tokens=0) runs it on all")
-        return "\n".join(lines)
+            return f"memo_hf ran on no batch ({untouched}). MemoConfig(min_tokens=0) runs it on all"
+        return "\n".join([self.stats.describe(), *summary(self.stats, self.min_tokens, self.compared, self.forecast)])
 
     def to_dict(self) -> dict:
         """Plain values; bytes and seconds, no units in words. The address map is left out: it is as long as a step."""

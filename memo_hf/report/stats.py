@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memo_hf.planner.swap_fraction import QKV_IN_WORDS
 from memo_hf.units import format_bytes
 
 
@@ -105,9 +106,11 @@ class SessionStats:
         )
 
     def describe(self) -> str:
-        """One line: how many layers run in which mode, the swap fraction, and what limits it."""
-        modes = [layer.mode for layer in self.layers]
-        counted = ", ".join(f"{modes.count(mode)} layers in {mode} mode" for mode in dict.fromkeys(modes))
-        return (
-            f"memo_hf: {counted}; swap fraction {self.swap_fraction:.3g}, q/k/v {self.qkv}; limit: {self.binding_limit}"
-        )
+        """One line: how many layers run in which mode, the swap fraction, and what decided it."""
+        if self.strategy == "checkpoint":
+            way = f"{len(self.layers)} layers under activation checkpointing, nothing swapped"
+        else:
+            modes = [layer.mode for layer in self.layers]
+            counted = ", ".join(f"{modes.count(mode)} layers in {mode} mode" for mode in dict.fromkeys(modes))
+            way = f"{counted}; swap fraction {self.swap_fraction:.3g}, {QKV_IN_WORDS[self.qkv]}"
+        return f"memo_hf: {way}; decided by {self.binding_limit}"

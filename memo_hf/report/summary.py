@@ -52,7 +52,7 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
     if stats.serving.allocator == "planned":
         lines.append(f"  {stats.serving.describe()}")
     untouched = stats.untouched(min_tokens)
-    if untouched and stats.forwards:  # else the report begins with it
+    if untouched:
         lines.append(f"  {untouched}")
     for line in compared(figures):
         told = untouched and line.startswith("  device peak") and "warning" in line
@@ -63,7 +63,7 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
 def _what_is_swapped(stats) -> str:
     if stats.strategy != "memo":
         return "swapped: nothing; activation checkpointing is predicted to be as fast, and runs"
-    always = "inputs" + (", q/k/v" if stats.qkv == "swap" else "") + " and attention outputs of all tokens"
+    always = "inputs" + (", q, k, v" if stats.qkv == "swap" else "") + " and attention outputs of all tokens"
     if not stats.swap_fraction:
         return f"swapped: {always}; the rest is recomputed"
     return f"swapped: {always}, and all else of {stats.swap_fraction:.1%} of them; the rest is recomputed"
