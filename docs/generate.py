@@ -78,12 +78,12 @@ def recipe_options() -> str:
         "# The recipes' arguments",
         _NOTE,
         "What the two recipes that train take beside every field of `transformers.TrainingArguments` and every",
-        "[setting](configuration.md) of `MemoConfig`. `--help` prints all of them; `-` and `_` are the same in names.",
+        "[setting](configuration.md) of `MemoConfig`. `--help` lists the most used; `-` and `_` are the same in names.",
         "Which recipe for whom: [recipes/README.md](../recipes/README.md).",
     ]
     for script, cls in (
         ("finetune_checkpoint.py", finetune_checkpoint.Arguments),
-        ("llama7b_1m.py", llama7b_1m.RecipeArguments),
+        ("llama7b_1m.py", llama7b_1m.Arguments),
     ):
         lines += ["", f"## recipes/{script}", "", "| argument | default | what it does |", "| --- | --- | --- |"]
         lines += [_setting(spec, "--") for spec in dataclasses.fields(cls)]

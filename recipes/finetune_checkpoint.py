@@ -15,11 +15,12 @@ from pathlib import Path
 
 from dry_run import dry_run
 from launching import (
+    RecipeArguments,
     RecipeParser,
     checkpoint_to_resume,
     config_file,
+    failing_tidily,
     leave_the_ranks,
-    no_empty_folders,
     say_how_often,
     train,
     without_traceback,
@@ -32,41 +33,16 @@ from memo_hf import MemoTrainer
 from memo_hf.units import parse_count
 
 
-@dataclass
-class Arguments:
-    model: str = field(metadata={"help": "Folder or hub name of any causal language model."})
-    dataset: str = field(
-        metadata={"help": "A .txt, .md, .jsonl or .parquet file, a folder of them, or a hub name; 'manual': a trial."}
-    )
-    seq_len: str = field(default="32K", metadata={"help": "Tokens in a sequence: 4096, 100,000, 128K, 1M."})
-    documents: str = field(
-        default="keep",
-        metadata={
-            "help": "'keep': a sequence packs documents, and attention stays inside of each. 'cross': it crosses them.",
-            "choices": ["keep", "cross"],
-        },
-    )
+@dataclass(kw_only=True)
+class Arguments(RecipeArguments):
+    model: str = field(metadata=RecipeArguments.__dataclass_fields__["model"].metadata)
+    dataset: str = field(metadata=RecipeArguments.__dataclass_fields__["dataset"].metadata)
     learn: str | None = field(
         default=None,
         metadata={
             "help": "'assistant': of chats the assistant's words alone, as TRL's version of the chat template marks "
             "them. Not set: those where the chat template itself marks them, else all.",
             "choices": ["assistant"],
-        },
-    )
-    full: bool = field(default=False, metadata={"help": "Train all weights instead of a LoRA adapter."})
-    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapter, on every linear layer of the decoder."})
-    dtype: str = field(default="bfloat16", metadata={"help": "Of the weights.", "choices": ["bfloat16", "float32"]})
-    memo: bool = field(default=True, metadata={"help": "Train with memo_hf; 'false': with transformers alone."})
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Forecast this launch instead of running it; exits with 1 where it does not fit."},
-    )
-    device: str | None = field(
-        default=None,
-        metadata={
-            "help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU. Not set: the GPU of this "
-            "machine, or an H100 where there is none."
         },
     )
 
@@ -105,7 +81,7 @@ def main(argv: list[str]) -> int:
         lora = LoraConfig(r=ours.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
 
-    with no_empty_folders(training.output_dir):
+    with failing_tidily(training.output_dir):
         trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
         train(trainer, checkpoint)
     trainer.save_model()

@@ -3,10 +3,12 @@
 Used by the recipes that train. It knows neither the model nor the text; `dry_run.py` forecasts a launch instead.
 """
 
+import argparse
 import dataclasses
 import re
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,12 +41,68 @@ DEFAULTS = {
 }
 
 
+# Of TrainingArguments' fields, which are arguments all of them, those that --help lists.
+_LISTED = {
+    *("output_dir", "resume_from_checkpoint", "max_steps", "learning_rate", "lr_scheduler_type"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "seed", "use_cpu"),
+    *("logging_steps", "save_strategy", "save_steps", "save_total_limit", "report_to"),
+}
+_NOT_LISTED = """Every other field of transformers.TrainingArguments is an argument too, by its name:
+https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"""
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """What both recipes that train ask for; each adds its own and may set other defaults."""
+
+    model: str | None = field(default=None, metadata={"help": "Folder or hub name of any causal language model."})
+    dataset: str = field(
+        default="stdlib",
+        metadata={
+            "help": "A .txt, .md, .jsonl or .parquet file, a folder of them, or a hub name; 'manual' and 'stdlib' are "
+            "Python's own manual and sources, for a trial."
+        },
+    )
+    seq_len: str = field(default="32K", metadata={"help": "Tokens in a sequence: 4096, 100,000, 128K, 1M."})
+    documents: str = field(
+        default="keep",
+        metadata={
+            "help": "'keep': a sequence packs documents, and attention stays inside of each. 'cross': it crosses them.",
+            "choices": ["keep", "cross"],
+        },
+    )
+    full: bool = field(default=False, metadata={"help": "Train all weights instead of a LoRA adapter."})
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapter, on every linear layer of the decoder."})
+    dtype: str = field(default="bfloat16", metadata={"help": "Of the weights.", "choices": ["bfloat16", "float32"]})
+    memo: bool = field(default=True, metadata={"help": "Train with memo_hf; 'false': with transformers alone."})
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Forecast this launch instead of running it; exits with 1 where it does not fit."},
+    )
+    device: str | None = field(
+        default=None,
+        metadata={
+            "help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU. Not set: the GPU of this "
+            "machine, or an H100 where there is none."
+        },
+    )
+
+
 class RecipeParser(Parser, HfArgumentParser):
     """Parser of a recipe's own settings, a dataclass, and of those of TrainingArguments and MemoConfig."""
 
     def __init__(self, recipe: type, argv: list[str], description: str, **defaults):
         groups = [recipe, TrainingArguments, MemoConfig]
-        super().__init__(groups, description=description, usage="%(prog)s [--NAME VALUE ...]   (all names: --help)")
+        super().__init__(
+            groups,
+            description=description,
+            epilog=_NOT_LISTED,
+            usage="%(prog)s [--NAME VALUE ...]",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for action in self._actions:
+            if action.dest not in _LISTED and action.dest in TrainingArguments.__dataclass_fields__:
+                action.help = argparse.SUPPRESS
         resume = self._option_string_actions["--resume_from_checkpoint"]
         resume.help = "A folder checkpoint-N to go on from, or 'last': the newest in --output_dir."
         self.set_defaults(dataloader_pin_memory=torch.cuda.is_available(), **DEFAULTS | defaults)
@@ -148,13 +206,15 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
 
 
 @contextmanager
-def no_empty_folders(output_dir: str):
-    """Around the making of a Trainer, which makes its folder, and the training: one that fails leaves none empty."""
+def failing_tidily(output_dir: str):
+    """Around the making of a Trainer, which makes its folder, and the training: one that fails leaves no empty folder,
+    and begins a new line for its error, as the progress bar has not ended its own."""
     folder = Path(output_dir)
     made = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
         yield
     except BaseException:
+        print(file=sys.stderr)
         with suppress(OSError):  # not empty
             for part in made:
                 part.rmdir()

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from dry_run import dry_run
 from launching import (
+    RecipeArguments,
     RecipeParser,
     checkpoint_to_resume,
     config_file,
+    failing_tidily,
     leave_the_ranks,
-    no_empty_folders,
     say_how_often,
     train,
     without_traceback,
@@ -50,34 +51,16 @@ PRESETS = {
 }
 
 
-@dataclass
-class RecipeArguments:
+@dataclass(kw_only=True)
+class Arguments(RecipeArguments):
+    seq_len: str = field(default="1M", metadata=RecipeArguments.__dataclass_fields__["seq_len"].metadata)
+    documents: str = field(default="cross", metadata=RecipeArguments.__dataclass_fields__["documents"].metadata)
     preset: str = field(default="gpu", metadata={"help": "Which set of defaults.", "choices": list(PRESETS)})
-    model: str | None = field(default=None, metadata={"help": "Folder or hub name of any causal language model."})
-    dtype: str = field(default="bfloat16", metadata={"help": "Of the weights.", "choices": ["bfloat16", "float32"]})
-    dataset: str = field(
-        default="stdlib",
-        metadata={
-            "help": "A .txt, .md, .jsonl or .parquet file, a folder of them, or a hub name; 'manual' and 'stdlib' are "
-            "Python's own manual and sources."
-        },
-    )
     text_column: str = field(default="text", metadata={"help": "The column that holds the text, where there is one."})
-    seq_len: str = field(default="1M", metadata={"help": "Tokens in a sequence: 4096, 100,000, 128K, 1M."})
-    documents: str = field(
-        default="cross",
-        metadata={
-            "help": "'cross': documents are joined and attention crosses the seams. 'keep': it stays inside of each.",
-            "choices": ["cross", "keep"],
-        },
-    )
     rope: str = field(
         default="none",
         metadata={"help": "Scale rotary positions up to seq_len.", "choices": ["none", "yarn", "linear"]},
     )
-    full: bool = field(default=False, metadata={"help": "Train all weights instead of a LoRA adapter."})
-    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapter, on every linear layer of the decoder."})
-    memo: bool = field(default=True, metadata={"help": "Train with memo_hf; 'false': with transformers alone."})
     compare: bool = field(
         default=False, metadata={"help": "First measure one step with activation checkpointing in memo_hf's place."}
     )
@@ -85,27 +68,16 @@ class RecipeArguments:
         default=None,
         metadata={"help": "Continued by the saved model at the end, on one process: not with DeepSpeed."},
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Forecast this launch instead of running it; exits with 1 where it does not fit."},
-    )
-    device: str | None = field(
-        default=None,
-        metadata={
-            "help": "What --dry-run forecasts, as for memo-hf plan; on a CPU that CPU. Not set: the GPU of this "
-            "machine, or an H100 where there is none."
-        },
-    )
 
 
 def parser_for(argv: list[str]) -> RecipeParser:
     """The parser of all three groups of settings, with the preset's values as defaults."""
-    parser = RecipeParser(RecipeArguments, argv, __doc__)
+    parser = RecipeParser(Arguments, argv, __doc__)
     parser.set_defaults(**PRESETS[parser.parse_args(argv).preset])
     return parser
 
 
-def load_model(recipe: RecipeArguments, seq_len: int, seed: int):
+def load_model(recipe: Arguments, seq_len: int, seed: int):
     config = AutoConfig.from_pretrained(recipe.model)
     if recipe.rope != "none":
         stretch_positions(config, seq_len, recipe.rope)
@@ -159,7 +131,7 @@ def checkpointed_step(model, row: dict, training: TrainingArguments) -> str:
     return format_bytes(meter.peak_bytes - meter.start_bytes)
 
 
-def generate_from(training: TrainingArguments, recipe: RecipeArguments, tokenizer) -> str:
+def generate_from(training: TrainingArguments, recipe: Arguments, tokenizer) -> str:
     """What the saved model, loaded anew, makes of the prompt."""
     if recipe.full:
         model = AutoModelForCausalLM.from_pretrained(training.output_dir, dtype=recipe.dtype)
@@ -197,7 +169,7 @@ def main(argv: list[str]) -> int:
     checkpointed = checkpointed_step(model, next(iter(data)), training) if recipe.compare else None
 
     peak = PeakMemory()
-    with contextlib.closing(peak), no_empty_folders(training.output_dir):
+    with contextlib.closing(peak), failing_tidily(training.output_dir):
         trainer = MemoTrainer(
             model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
         )
