@@ -42,4 +42,4 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, name: str):
         options = [action.option_strings[0] for action in self._actions if action.option_strings]
-        self.error(f"there is no argument {name}{did_you_mean(name, options) or '; --help lists all'}")
+        self.error(f"there is no argument {name}{did_you_mean(name, options) or '; see --help'}")

@@ -301,15 +301,14 @@ class Planner:
                 found.append({"kept" if kept else "swapped": fraction, "recomputed": 1.0 - fraction})
         return found
 
-    def compare(self, swapped_bytes: int, device_peak_bytes: int | None) -> list[tuple[str, str, float, float]]:
+    def compare(self, swapped_bytes: int) -> list[tuple[str, str, float, float]]:
         """(what, unit, forecast, measured) of the last shape that ran, for what is known.
 
         Args:
             swapped_bytes: by the last forward pass.
-            device_peak_bytes: as somebody measured it, or None.
         """
         seconds = self._steps.seconds(self._planned)
-        return self._steps.compare(self.forecast(), seconds, swapped_bytes, device_peak_bytes)
+        return self._steps.compare(self.forecast(), seconds, swapped_bytes)
 
     @property
     def _planned(self) -> Planned | None:

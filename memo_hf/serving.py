@@ -68,7 +68,7 @@ class Serving:
         self._device: torch.device | None = None
         self._in_step = self._has_stepped = False
         self._began: MemoryStats | None = None
-        waits = f"addresses are planned after {SECONDS_BEFORE_PLANNING:g} seconds of training"
+        waits = f"addresses are planned after {SECONDS_BEFORE_PLANNING:g} seconds of training on a CPU"
         self._last = ServingStats(config.allocator or "stock", "asked for" if config.allocator else waits)
         self._end = lambda: None  # of the allocator
         self._remove_hooks = lambda: None

@@ -167,10 +167,10 @@ class Session:
         if device_peak_bytes is None:
             device_peak_bytes = self._device_peak.num_bytes
         shares = [share for planner in self.planners for share in planner.shares()]
-        return RunReport(
+        report = RunReport(
             stats=stats,
             min_tokens=self.config.effective_min_tokens,
-            compared=tuple(f for p in self.planners for f in p.compare(stats.swapped_bytes, device_peak_bytes)),
+            compared=tuple(f for p in self.planners for f in p.compare(stats.swapped_bytes)),
             layers=tuple(
                 LayerShares(name=layer.name, mode=layer.mode, **(share if layer.mode == "token" else {"whole": 1.0}))
                 for layer, share in zip(stats.layers, shares, strict=True)
@@ -179,6 +179,7 @@ class Session:
             device_budget_bytes=self.planners[0].device_budget_bytes,
             address_map=self.serving.address_map,
         )
+        return report if device_peak_bytes is None else report.with_device_peak(device_peak_bytes)
 
     def close(self) -> None:
         """Leave the model as it was found and free all host memory. A second call does nothing."""

@@ -54,14 +54,13 @@ class StepForecast:
             self._rest_per_token = beside / self.shape.num_tokens
 
     def compare(
-        self, forecast: RunForecast | None, seconds: float | None, swapped_bytes: int, device_peak_bytes: int | None
+        self, forecast: RunForecast | None, seconds: float | None, swapped_bytes: int
     ) -> list[tuple[str, str, float, float]]:
-        """(what, unit, forecast, measured) of the last shape that ran, for what is known."""
+        """(what, unit, forecast, measured) of the last shape that ran, for what is known. The device's peak is the
+        report's."""
         found = []
         if forecast is not None:
             found.append(("host bytes", "B", forecast.host_bytes, swapped_bytes))
-            if device_peak_bytes is not None:
-                found.append(("device peak", "B", forecast.device_bytes, device_peak_bytes))
         if self.times.median is not None and seconds is not None:
             found.append(("step", "s", seconds, self.times.median))
         return found

@@ -1,5 +1,6 @@
 """The recipes run, as a user runs them, on a tiny random checkpoint and the text that comes with Python."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -15,6 +16,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint
 from transformers import LlamaForCausalLM
+
+import memo_hf
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
@@ -136,6 +139,29 @@ def test_settings_are_named_as_arguments(recipe):
     assert launching._as_typed(said) == "use --allocator stock or --min_tokens 0, and more host_memory"
 
 
+def test_help_is_short_and_what_it_leaves_out_works(recipe):
+    import launching
+
+    parser = recipe.parser_for(["--model", "m", "--weight_decay", "0.5"])
+    shown = parser.format_help()
+    assert len(shown.splitlines()) < 200 and "--weight_decay" not in shown and "--max_steps" in shown
+    named = re.findall(r"--(\w+)", shown)
+    for settings in (launching.RecipeArguments, memo_hf.MemoConfig):
+        assert {spec.name for spec in dataclasses.fields(settings)} <= {*named}
+    assert launching._LISTED <= {*named}
+    assert parser.parse_args(["--model", "m", "--dataset", "d", "--weight_decay", "0.5"]).weight_decay == 0.5
+
+
+def test_an_error_begins_a_new_line(recipe, tmp_path, capsys):
+    import launching
+
+    with pytest.raises(ZeroDivisionError), launching.failing_tidily(str(tmp_path / "made" / "here")):
+        (tmp_path / "made" / "here").mkdir(parents=True)
+        print(" 33%|###", end="", file=sys.stderr)
+        raise ZeroDivisionError
+    assert capsys.readouterr().err == " 33%|###\n" and not (tmp_path / "made").exists()
+
+
 def test_presets_and_settings(recipe, tmp_path, capsys):
     def parsed(*argv):
         return recipe.parser_for(list(argv)).parse_args_into_dataclasses(list(argv))
@@ -160,7 +186,7 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
 # Wrong arguments; the exit code is 2.
 MISTAKES = [
     (["--swap_fracton", "0.5"], "there is no argument --swap_fracton (did you mean '--swap_fraction'?)"),
-    (["--epochs", "1"], "there is no argument --epochs; --help lists all"),
+    (["--epochs", "1"], "there is no argument --epochs; see --help"),
     (["--lora_rank", "8", "--full"], "--lora_rank is of an adapter, and --full trains none"),
     (["--device", "cpu"], "--device is what --dry-run forecasts; training takes the GPUs that it finds"),
     (["--swap_fraction", "5"], ": --swap_fraction is 5.0; it must be"),

@@ -160,7 +160,7 @@ def planned_bytes(rank):
         settings = {**vars(MEMO), "unswapped_layers": 0, "swap_fraction": 0.0}
         with ulysses(model), enabled(model, **settings) as session:
             loss_of(model, part_of(rank, batch), count_of(batch))().backward()
-            (compared,) = [c for c in session.planners[0].compare(session.stats.swapped_bytes, None) if "host" in c[0]]
+            (compared,) = [c for c in session.planners[0].compare(session.stats.swapped_bytes) if "host" in c[0]]
             found[kv_heads] = compared[2:]
     return found
 

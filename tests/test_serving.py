@@ -99,7 +99,9 @@ def test_planned_by_itself_where_a_run_is_long(planned, monkeypatch):
     enabled(stock.model, allocator="stock", **TOKEN)
     session = planned(run.model, allocator=None)
     for done in range(3):
-        assert session.stats.serving == ServingStats("stock", "addresses are planned after 60 seconds of training")
+        assert session.stats.serving == ServingStats(
+            "stock", "addresses are planned after 60 seconds of training on a CPU"
+        )
         now[0] = 1000.0 + 29.0 * done  # since the first step
         run.step(IDS, IDS)
     now[0] += 2.1
