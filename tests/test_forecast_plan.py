@@ -680,6 +680,12 @@ def test_on_a_cpu_nothing_is_swapped_unless_its_memory_is_limited():
     assert make_setup("smollm2-135m", "4K", **options, device_memory="3GiB").set_fraction is None
 
 
+def test_a_cpus_budget_that_moves_is_told(capsys):
+    arguments = ["plan", "--model", "smollm2-135m", "--seq-len", "4K", "--device", "cpu"]
+    assert main(arguments) == 0 and "half of what is free now" in capsys.readouterr().out
+    assert main([*arguments, "--device-memory", "8GiB"]) == 0 and "free now" not in capsys.readouterr().out
+
+
 def test_lora_trains_little():
     full, lora = (memo_hf.forecast("llama-3.1-8b", "16K", device="h200", train=train) for train in ("full", "lora"))
     assert lora.device_peak_by_part["optimizer"] < 0.01 * full.device_peak_by_part["optimizer"]

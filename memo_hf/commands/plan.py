@@ -243,6 +243,8 @@ def _text(setup, forecast) -> str:
     if setup.host_bytes is None:
         assumed = f"{setup.device.name}: nine tenths of {format_bytes(setup.assumed_host_bytes)}"
         lines.append(f"{'':16}host memory assumed for {assumed}; give --host-memory")
+    if setup.is_one_memory:
+        lines.append(f"{'':16}the device's budget is half of what is free now, so it moves; --device-memory sets one")
     lines += _bandwidths(setup)
     lines.append(_TRUST)
     lines += [f"to change       {advice}" for advice in forecast.advice]
