@@ -19,8 +19,8 @@ from launching import (
     RecipeParser,
     checkpoint_to_resume,
     config_file,
-    failing_tidily,
     leave_the_ranks,
+    no_empty_folders,
     say_how_often,
     train,
     without_traceback,
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         lora = LoraConfig(r=ours.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
 
-    with failing_tidily(training.output_dir):
+    with no_empty_folders(training.output_dir):
         trainer = MemoTrainer(model=model, args=training, train_dataset=data, memo=memo if ours.memo else None)
         train(trainer, checkpoint)
     trainer.save_model()

@@ -206,15 +206,13 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
 
 
 @contextmanager
-def failing_tidily(output_dir: str):
-    """Around the making of a Trainer, which makes its folder, and the training: one that fails leaves no empty folder,
-    and begins a new line for its error, as the progress bar has not ended its own."""
+def no_empty_folders(output_dir: str):
+    """Around the making of a Trainer, which makes its folder, and the training: one that fails leaves none empty."""
     folder = Path(output_dir)
     made = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
         yield
     except BaseException:
-        print(file=sys.stderr)
         with suppress(OSError):  # not empty
             for part in made:
                 part.rmdir()
@@ -233,7 +231,13 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
         accelerator.deepspeed_ulysses_dl_adapter = lambda *loader_and_model: DataLoader(
             _Stream(deal_out(*loader_and_model)), batch_size=None
         )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except BaseException:
+        for callback in trainer.callback_handler.callbacks:
+            if bar := getattr(callback, "training_bar", None):
+                bar.close()  # else the error would be on its line, and it would be drawn once more below
+        raise
 
 
 def leave_the_ranks(trainer: Trainer) -> None:

@@ -20,8 +20,8 @@ from launching import (
     RecipeParser,
     checkpoint_to_resume,
     config_file,
-    failing_tidily,
     leave_the_ranks,
+    no_empty_folders,
     say_how_often,
     train,
     without_traceback,
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> int:
     checkpointed = checkpointed_step(model, next(iter(data)), training) if recipe.compare else None
 
     peak = PeakMemory()
-    with contextlib.closing(peak), failing_tidily(training.output_dir):
+    with contextlib.closing(peak), no_empty_folders(training.output_dir):
         trainer = MemoTrainer(
             model=model, args=training, train_dataset=data, memo=memo if recipe.memo else None, callbacks=[peak]
         )

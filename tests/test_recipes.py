@@ -152,14 +152,12 @@ def test_help_is_short_and_what_it_leaves_out_works(recipe):
     assert parser.parse_args(["--model", "m", "--dataset", "d", "--weight_decay", "0.5"]).weight_decay == 0.5
 
 
-def test_an_error_begins_a_new_line(recipe, tmp_path, capsys):
-    import launching
-
-    with pytest.raises(ZeroDivisionError), launching.failing_tidily(str(tmp_path / "made" / "here")):
-        (tmp_path / "made" / "here").mkdir(parents=True)
-        print(" 33%|###", end="", file=sys.stderr)
-        raise ZeroDivisionError
-    assert capsys.readouterr().err == " 33%|###\n" and not (tmp_path / "made").exists()
+def test_an_error_is_on_a_line_of_its_own(checkpoint, tmp_path):
+    arguments = ["--model", checkpoint, "--dataset", "manual", "--seq_len", "4096", "--max_steps", "2", "--use_cpu"]
+    command = [sys.executable, RECIPES / "finetune_checkpoint.py", *arguments, "--output_dir", tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run([*command, "--host_memory", "1KiB"], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith("host memory does not suffice")
 
 
 def test_presets_and_settings(recipe, tmp_path, capsys):
