@@ -5,6 +5,7 @@ Made by `planning`, which decides when. A step that fails or is never backwarded
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from dataclasses import dataclass
@@ -61,16 +62,24 @@ class FirstStep:
         self._profile = lambda: None
         return True
 
-    def choice(self, engine: SwapEngine, shape: Shape, now: float) -> Choice:
-        """Fraction 0, under measurement unless an earlier pass's backward is still to come."""
-        rebuilds = self._solver.qkv == "rebuild" or (self._retreats > 0 and self._solver.sequence_parallel == 1)
+    @property
+    def has_retreated(self) -> bool:
+        """Some pass was to swap more than the host budget holds."""
+        return self._retreats > 0
+
+    def way(self) -> Choice:
+        """Fraction 0, in the way that takes as little host memory as has been found to be necessary."""
         return Choice(
             swap_fraction=0.0,
-            rebuild_qkv=rebuilds,
+            rebuild_qkv=self._solver.qkv == "rebuild" or (self.has_retreated and self._solver.sequence_parallel == 1),
             first_kept=self._first_kept,
             whole_layers=frozenset(range(self._first_kept if self._retreats == self._last_retreat else 0)),
-            observer=self._observer(engine, shape, now, rebuilds),
         )
+
+    def choice(self, engine: SwapEngine, shape: Shape, now: float) -> Choice:
+        """As `way`, under measurement unless an earlier pass's backward is still to come."""
+        way = self.way()
+        return dataclasses.replace(way, observer=self._observer(engine, shape, now, way.rebuild_qkv))
 
     def read(self, static_bytes: float) -> bool:
         """Read what a pass that has been through backward measured. False where there is none that was not read.

@@ -34,6 +34,7 @@ _ROUNDS = 3
 # A plan is made again where the device holds this much more than when it was made (optimizer states came).
 _GROWTH = 1.02
 _CPU_LIMIT = "the CPU, where fraction 0 takes the least memory; set device_memory to have it solved for"
+_CPU_SHORT = "host memory, which has no room for all that is swapped at fraction 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,8 @@ class Planner:
         if not self._solves:
             return self.choice
         if not self._solves_on(engine.device):
-            self.is_measuring, self.binding_limit = False, _CPU_LIMIT
+            self.is_measuring, self.choice = False, self._first.way()
+            self.binding_limit = _CPU_SHORT if self._first.has_retreated else _CPU_LIMIT
             return self.choice
         self._memory = dataclasses.replace(self._memory, host_bytes=_USABLE_HOST * host_bytes / self._num_stacks)
         if self._is_alone:
@@ -197,8 +199,16 @@ class Planner:
         return None if self._book is None else self._book.measurement
 
     def retreat(self) -> bool:
-        """The host budget does not suffice for the pass to be profiled: whether a smaller one is left to try."""
-        return self._solves and self.measurement is None and self._first.retreat()
+        """The host budget does not suffice for a pass that is not planned: whether a smaller one is left to try."""
+        if not (self._solves and self.measurement is None and self._first.retreat()):
+            return False
+        way = self._first.way()
+        taken = "the layers' inputs alone are swapped, and attention is recomputed too" if way.whole_layers else ""
+        logger.warning(
+            "memo_hf: host memory has no room for all that is swapped at fraction 0: "
+            + (taken or "q, k, v are recomputed")
+        )
+        return True
 
     def _plan_for(self, shape: Shape) -> SwapPlan:
         plan, made_at = self._book.get(shape), self._made_at.get(shape.bucket())

@@ -259,8 +259,9 @@ class Session:
         if self.host_budget_bytes is not None and needed > self.host_budget_bytes:
             raise HostMemoryError(
                 f"host memory does not suffice: one step swaps at least {format_bytes(needed)} ({needed} bytes), "
-                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of {num_layers} layers, "
-                f"and {whose} is {format_bytes(self.host_budget_bytes)} ({self.host_budget_bytes} bytes). "
+                f"{format_bytes(num_bytes_per_layer)} ({num_bytes_per_layer} bytes) for each of the {num_layers} "
+                f"layers that are swapped, and {whose} is {format_bytes(self.host_budget_bytes)} "
+                f"({self.host_budget_bytes} bytes). "
                 "Raise MemoConfig(host_memory=...), shorten the sequence, or split it over more ranks."
             )
         self._engine.reserve(needed)

@@ -115,7 +115,10 @@ def dry_run(options: argparse.Namespace) -> int:
         return 0
     _check_dataset(options.dataset)
     if not (options.device or _is_on_cpu(options) or _gpu_here()):
-        print(f"No GPU that the forecast knows is here: --device {ASSUMED} is assumed.", flush=True)
+        print(
+            f"No GPU that the forecast knows is here: --device {ASSUMED} is assumed (cpu: this machine).",
+            flush=True,
+        )
     command = plan_command(options)
     print(f"memo-hf {shlex.join(command)}\n", flush=True)
     return cli.main(command)

@@ -103,6 +103,8 @@ class RecipeParser(Parser, HfArgumentParser):
         for action in self._actions:
             if action.dest not in _LISTED and action.dest in TrainingArguments.__dataclass_fields__:
                 action.help = argparse.SUPPRESS
+            elif action.choices and len(action.choices) > 10:
+                action.metavar = "NAME"
         resume = self._option_string_actions["--resume_from_checkpoint"]
         resume.help = "A folder checkpoint-N to go on from, or 'last': the newest in --output_dir."
         self.set_defaults(dataloader_pin_memory=torch.cuda.is_available(), **DEFAULTS | defaults)

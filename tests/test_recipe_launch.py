@@ -147,7 +147,7 @@ def test_a_dry_run_is_for_the_gpu_that_is_there_or_says_what_it_assumes(gpu, dev
     arguments = ["--dry-run", "--model", "qwen3-8b", "--dataset", "manual"]
     finetune_checkpoint.main(arguments)
     first, rest = capsys.readouterr().out.split("\n", 1)
-    assert (first == "No GPU that the forecast knows is here: --device h100 is assumed.") is assumed
+    assert (first == "No GPU that the forecast knows is here: --device h100 is assumed (cpu: this machine).") is assumed
     assert f" --device {device} " in (rest if assumed else first)
     finetune_checkpoint.main([*arguments, "--device", "h100"])
     assert capsys.readouterr().out.startswith("memo-hf plan ")

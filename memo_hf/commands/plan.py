@@ -21,6 +21,9 @@ times           memo_hf's own step on an H200 took 18 to 30 % less in the foreca
                 attention kernel than today's; steps of others were met on 8 A800 (MFU within 2 %), 8 H100 (within 6 %)
                 and an H200 (within 9 %); other devices are scaled by peak and held against no run (docs/forecast.md)"""
 
+_TRUST_CPU = """\
+times           a CPU's are guessed from its number of cores: a step that you have timed says more (docs/forecast.md)"""
+
 
 def add_parser(subparsers):
     """Adds `plan` and its options; returns its parser."""
@@ -246,7 +249,7 @@ def _text(setup, forecast) -> str:
     if setup.is_one_memory:
         lines.append(f"{'':16}the device's budget is half of what is free now, so it moves; --device-memory sets one")
     lines += _bandwidths(setup)
-    lines.append(_TRUST)
+    lines.append(_TRUST_CPU if setup.device.name == "cpu" else _TRUST)
     lines += [f"to change       {advice}" for advice in forecast.advice]
     return "\n".join(lines)
 

@@ -12,8 +12,9 @@ from memo_hf.forecasting.setup import Setup
 _RESOLUTION = 64
 _LONGEST = 2**28
 MOST_GPUS = 4096
-# In advice: no shorter sequence than this is, and a length is further where it is this much longer.
-_WORTH_TELLING = 1024
+# In advice: no shorter sequence than this is, being one that memo_hf leaves untouched, and a length is further where it
+# is this much longer.
+_WORTH_TELLING = 2048
 _FURTHER = 1.25
 
 

@@ -95,7 +95,7 @@ class MemoAccelerator(Accelerator):
             before there are any.
 
     `prepare` turns memo_hf on for each transformers or PEFT model before it is wrapped; `free_memory` and
-    `end_training` turn it off.
+    `end_training` turn it off. The first batch prints one line, as under `MemoTrainer`.
 
     Raises:
         ConfigError: `memo_plugin` is something else, or the accelerator also checkpoints activations, compiles, or runs
@@ -139,7 +139,9 @@ class MemoAccelerator(Accelerator):
         # memo_hf checks the model on the device where it will train; Accelerator would move it only when it wraps it.
         if place and self.distributed_type not in _PLACE_THEMSELVES and not self.verify_device_map(module):
             model.to(self.device)
-        self.memo_sessions.append(enable_under(self, model, self.memo_plugin.config))
+        session = enable_under(self, model, self.memo_plugin.config)
+        session.say = self.print  # of one process
+        self.memo_sessions.append(session)
 
     @property
     def memo_report(self) -> str | None:

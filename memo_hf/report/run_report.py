@@ -76,7 +76,10 @@ class RunReport:
         if self.stats.stock_forwards and not self.stats.forwards:
             untouched = self.stats.untouched(self.min_tokens)
             return f"memo_hf ran on no batch ({untouched}). MemoConfig(min_tokens=0) runs it on all"
-        return "\n".join([self.stats.describe(), *summary(self.stats, self.min_tokens, self.compared, self.forecast)])
+        num_whole = sum(layer.mode == "token" and layer.whole == 1 for layer in self.layers)
+        return "\n".join(
+            [self.stats.describe(), *summary(self.stats, self.min_tokens, self.compared, self.forecast, num_whole)]
+        )
 
     def to_dict(self) -> dict:
         """Plain values; bytes and seconds, no units in words. The address map is left out: it is as long as a step."""

@@ -25,12 +25,15 @@ def start_line(stats, batch_size: int, num_tokens: int, forecast, has_stepped: b
         return line
     line += (
         f"; forecast for {batch_size} x {num_tokens:,} tokens: {format_bytes(forecast.host_bytes)} swapped, "
-        f"device peak {format_bytes(forecast.device_bytes)}" + ("" if has_stepped else " beside the optimizer's states")
+        f"device peak {format_bytes(forecast.device_bytes)}"
+        + ("" if has_stepped else ", the optimizer's states not counted yet")
     )
     return line if forecast.step_seconds is None else f"{line}, step {forecast.step_seconds:.3g} s"
 
 
-def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]], forecast=None) -> list[str]:
+def summary(
+    stats, min_tokens: int, figures: list[tuple[str, str, float, float]], forecast=None, num_whole: int = 0
+) -> list[str]:
     """Lines on modes with reasons, bytes planned, swapped and prefetched, host memory, and forecast beside measured.
 
     Args:
@@ -38,11 +41,12 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
         min_tokens: below which forward passes ran untouched.
         figures: as for `compared`.
         forecast: the `RunForecast` of the last shape, or None.
+        num_whole: layers in token mode that were recomputed whole all the same.
     """
     modes = Counter((layer.mode, layer.reason) for layer in stats.layers)
     lines = [f"  {number} x {mode} mode: {reason}" for (mode, reason), number in modes.items()]
     if stats.forwards:
-        lines += [f"  chunk: {stats.chunk_size} tokens", f"  {_what_is_swapped(stats)}"]
+        lines += [f"  chunk: {stats.chunk_size} tokens", f"  {_what_is_swapped(stats, num_whole)}"]
     lines += [
         f"  planned {format_bytes(stats.planned_bytes)}, swapped {format_bytes(stats.swapped_bytes)}, "
         f"prefetched {format_bytes(stats.prefetched_bytes)} in the last step",
@@ -60,9 +64,11 @@ def summary(stats, min_tokens: int, figures: list[tuple[str, str, float, float]]
     return lines + ([] if forecast is None else _device_peak(figures, forecast))
 
 
-def _what_is_swapped(stats) -> str:
+def _what_is_swapped(stats, num_whole: int) -> str:
     if stats.strategy != "memo":
         return "swapped: nothing; activation checkpointing is predicted to be as fast, and runs"
+    if num_whole:
+        return f"of {num_whole} layers the inputs alone are swapped; they are recomputed whole, attention too"
     always = "inputs" + (", q, k, v" if stats.qkv == "swap" else "") + " and attention outputs of all tokens"
     if not stats.swap_fraction:
         return f"swapped: {always}; the rest is recomputed"
@@ -75,8 +81,9 @@ def _device_peak(figures, forecast) -> list[str]:
     if all(what != "device peak" for what, *_ in figures):
         lines.append(
             f"  device peak: forecast {format_bytes(forecast.device_bytes)}, not measured; to have it beside, train "
-            "in `with memo_hf.allocator.meter.AllocatorMeter() as meter:` and call session.report(meter.peak_with("
-            "model)), under Trainer trainer.save_memo_report(path, meter.peak_with(model))"
+            "in `with AllocatorMeter() as meter:` (from memo_hf.allocator.meter) and call trainer.save_memo_report("
+            "path, meter.peak_with(model)), without Trainer session.report(meter.peak_with(model)), with the session "
+            "that enable returns or accelerator.memo_sessions[0]"
         )
     without = ", ".join(f"{name} {format_bytes(size)}" for name, size in forecast.device_bytes_without.items())
     return lines + [f"  without memo_hf, by forecast: {without}"]
