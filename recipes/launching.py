@@ -276,7 +276,8 @@ def say_how_often(dataset: str, seq_len: int, training: TrainingArguments) -> No
         advice = too_short(num_tokens * 3 // 4)  # a guess; one that is too high by a third still fits
         raise SystemExit(f"the text has about {size:,.0f} tokens, and one sequence takes {seq_len:,}: {advice}")
     counted = "" if documents is None else f"{documents:,} document{'s' if documents > 1 else ''} with "
-    read = f"{training.max_steps:,} steps of {step_tokens:,} read it about {times:,g} times."
+    steps, read = ("1 step", "reads") if training.max_steps == 1 else (f"{training.max_steps:,} steps", "read")
+    read = f"{steps} of {step_tokens:,} {read} it about {times:,g} times."
     if num_tokens < 1.5 * seq_len:
         read = f"that may or may not make one sequence of {seq_len:,}."
     if training.process_index == 0:

@@ -164,7 +164,8 @@ def _forecast(setup: Setup, plan: SwapPlan, stock: BaselineForecast, fits: bool,
     parts = {name: round(value) for name, value in parts.items() if round(value)}
     host = plan.host_bytes + host_state_bytes(setup)
     limit = plan.binding_limit
-    if fits and setup.is_one_memory and setup.swap_fraction is None:
+    is_short = plan.num_input_only > 0 or (plan.qkv == "rebuild" and setup.qkv is None)  # of host memory
+    if fits and setup.is_one_memory and setup.swap_fraction is None and not is_short:
         limit = "the CPU, where fraction 0 takes the least memory unless --device-memory sets a limit"
     return Forecast(
         fits=fits,
