@@ -677,7 +677,7 @@ def test_on_a_cpu_nothing_is_swapped_unless_its_memory_is_limited():
     found = memo_hf.forecast("smollm2-135m", "4K", **options)
     assert found.swap_fraction == 0 and found.binding_limit.startswith("the CPU, where fraction 0")
     short = memo_hf.forecast("smollm2-135m", "4K", device="cpu", host_memory="400MiB")
-    assert short.fits and short.num_input_only and short.binding_limit.startswith("host memory: ")
+    assert short.fits and short.num_input_only and short.binding_limit.startswith("host memory, which has no room")
     assert memo_hf.forecast("smollm2-135m", "4K", **options, swap_fraction=0.5).swap_fraction == 0.5
     assert make_setup("smollm2-135m", "4K", **options, device_memory="3GiB").set_fraction is None
 

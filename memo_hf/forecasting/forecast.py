@@ -164,9 +164,10 @@ def _forecast(setup: Setup, plan: SwapPlan, stock: BaselineForecast, fits: bool,
     parts = {name: round(value) for name, value in parts.items() if round(value)}
     host = plan.host_bytes + host_state_bytes(setup)
     limit = plan.binding_limit
-    is_short = plan.num_input_only > 0 or (plan.qkv == "rebuild" and setup.qkv is None)  # of host memory
-    if fits and setup.is_one_memory and setup.swap_fraction is None and not is_short:
+    if fits and setup.is_one_memory and setup.swap_fraction is None:
         limit = "the CPU, where fraction 0 takes the least memory unless --device-memory sets a limit"
+        if plan.num_input_only or plan.qkv != (setup.qkv or "swap"):
+            limit = "host memory, which has no room for all that is swapped at fraction 0"
     return Forecast(
         fits=fits,
         strategy=plan.strategy,
