@@ -29,17 +29,22 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else list(args)
+        wrong = []
         for text in args:
             if text == "--" or (self._subparsers and not text.startswith("-")):
                 break  # what follows is no option, or a subcommand's
             name = text.split("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                self._refuse(name)
+                wrong.append(name)
+        if wrong:
+            self._refuse(wrong)
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(unknown[0])
+            self._refuse(unknown[:1])
         return options, unknown
 
-    def _refuse(self, name: str):
+    def _refuse(self, names: list[str]):
         options = [action.option_strings[0] for action in self._actions if action.option_strings]
-        self.error(f"there is no argument {name}{did_you_mean(name, options) or '; see --help'}")
+        said = [f"{name}{did_you_mean(name, options)}" for name in names]
+        help = "" if all(said_of != name for said_of, name in zip(said, names, strict=True)) else "; see --help"
+        self.error(f"there is no argument {', '.join(said)}{help}")

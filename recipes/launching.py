@@ -101,6 +101,8 @@ class RecipeParser(Parser, HfArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for action in self._actions:
+            if action.option_strings[0].startswith("--"):
+                del action.option_strings[1:]  # the same name with - for _, which works and need not be shown
             if action.dest not in _LISTED and action.dest in TrainingArguments.__dataclass_fields__:
                 action.help = argparse.SUPPRESS
             elif action.choices and len(action.choices) > 10:

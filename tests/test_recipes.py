@@ -184,12 +184,13 @@ def test_presets_and_settings(recipe, tmp_path, capsys):
 # Wrong arguments; the exit code is 2.
 MISTAKES = [
     (["--swap_fracton", "0.5"], "there is no argument --swap_fracton (did you mean '--swap_fraction'?)"),
+    (["--seqlen=4K", "--max_step", "1"], "--seqlen (did you mean '--seq_len' or '--seed'?), --max_step (did you mean"),
     (["--epochs", "1"], "there is no argument --epochs; see --help"),
     (["--lora_rank", "8", "--full"], "--lora_rank is of an adapter, and --full trains none"),
     (["--device", "cpu"], "--device is what --dry-run forecasts; training takes the GPUs that it finds"),
     (["--swap_fraction", "5"], ": --swap_fraction is 5.0; it must be"),
     (["--host_memory", "64"], ": --host_memory: 64 without a unit means 64 bytes"),
-    (["--chunk_size", "banana"], "--chunk_size/--chunk-size: invalid int value: 'banana'"),
+    (["--chunk_size", "banana"], "--chunk_size: invalid int value: 'banana'"),
     (["--bf16", "true", "--fp16", "true"], "At most one of fp16 and bf16 can be True"),
     (["--accelerator_config", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
     (["--gradient_checkpointing", "true", "--full"], "activation checkpointing is on"),

@@ -86,7 +86,10 @@ def _device_peak(figures, forecast) -> list[str]:
             "that enable returns or accelerator.memo_sessions[0]"
         )
     without = ", ".join(f"{name} {format_bytes(size)}" for name, size in forecast.device_bytes_without.items())
-    return lines + [f"  without memo_hf, by forecast: {without}"]
+    lines.append(f"  without memo_hf, by forecast: {without}")
+    if min(forecast.device_bytes_without.values()) <= forecast.device_bytes:
+        lines.append("  memo_hf saves no device memory at this length")
+    return lines
 
 
 def compared(figures: list[tuple[str, str, float, float]]) -> list[str]:
