@@ -45,6 +45,6 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, names: list[str]):
         options = [action.option_strings[0] for action in self._actions if action.option_strings]
-        said = [f"{name}{did_you_mean(name, options)}" for name in names]
-        help = "" if all(said_of != name for said_of, name in zip(said, names, strict=True)) else "; see --help"
-        self.error(f"there is no argument {', '.join(said)}{help}")
+        meant = [did_you_mean(name, options) for name in names]
+        said = ", ".join(name + hint for name, hint in zip(names, meant, strict=True))
+        self.error(f"there is no argument {said}{'' if all(meant) else '; see --help'}")

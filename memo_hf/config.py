@@ -10,6 +10,8 @@ from memo_hf.errors import ConfigError, did_you_mean
 from memo_hf.paths import require_suffix
 from memo_hf.units import parse_memory
 
+MIN_TOKENS = 2048  # of a batch that gains, where `MemoConfig.min_tokens` is not set
+
 
 def _option(default, help_text, **metadata):
     return field(default=default, metadata={"help": help_text, **metadata})
@@ -154,4 +156,4 @@ class MemoConfig:
         """The number of tokens below which the stock path runs: settings by hand mean that the user has decided."""
         if self.min_tokens is not None:
             return self.min_tokens
-        return 2048 if self.swap_fraction is None and self.chunk_size is None else 0
+        return MIN_TOKENS if self.swap_fraction is None and self.chunk_size is None else 0

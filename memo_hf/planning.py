@@ -21,7 +21,7 @@ from memo_hf.forecasting.running import Held, RunForecast
 from memo_hf.optimizer_states import OptimizerStates
 from memo_hf.plan_file import PlanFile
 from memo_hf.planner.plan import Measurement, PlanBook, Shape, joint_measurement
-from memo_hf.planner.swap_fraction import QKV_IN_WORDS, SwapPlan
+from memo_hf.planner.swap_fraction import HOST_IS_SHORT, QKV_IN_WORDS, SwapPlan
 from memo_hf.solving import Memory, StackSolver, read_device
 from memo_hf.step_forecast import Planned, StepForecast
 from memo_hf.swap import SwapEngine
@@ -34,7 +34,6 @@ _ROUNDS = 3
 # A plan is made again where the device holds this much more than when it was made (optimizer states came).
 _GROWTH = 1.02
 _CPU_LIMIT = "the CPU, where fraction 0 takes the least memory; set device_memory to have it solved for"
-_CPU_SHORT = "host memory, which has no room for all that is swapped at fraction 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +133,7 @@ class Planner:
             return self.choice
         if not self._solves_on(engine.device):
             self.is_measuring, self.choice = False, self._first.way()
-            self.binding_limit = _CPU_SHORT if self._first.has_retreated else _CPU_LIMIT
+            self.binding_limit = HOST_IS_SHORT if self._first.has_retreated else _CPU_LIMIT
             return self.choice
         self._memory = dataclasses.replace(self._memory, host_bytes=_USABLE_HOST * host_bytes / self._num_stacks)
         if self._is_alone:
@@ -202,12 +201,10 @@ class Planner:
         """The host budget does not suffice for a pass that is not planned: whether a smaller one is left to try."""
         if not (self._solves and self.measurement is None and self._first.retreat()):
             return False
-        way = self._first.way()
-        taken = "the layers' inputs alone are swapped, and attention is recomputed too" if way.whole_layers else ""
-        logger.warning(
-            "memo_hf: host memory has no room for all that is swapped at fraction 0: "
-            + (taken or "q, k, v are recomputed")
-        )
+        instead = "q, k, v are recomputed"
+        if self._first.way().whole_layers:
+            instead = "the layers' inputs alone are swapped, and attention is recomputed too"
+        logger.warning(f"memo_hf: host memory has no room for all that is swapped at fraction 0: {instead}")
         return True
 
     def _plan_for(self, shape: Shape) -> SwapPlan:

@@ -28,11 +28,15 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def run(*command, timeout=120):
+def ended_run(*command, timeout=120):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
+
+
+def run(*command, timeout=120):
+    done = ended_run(*command, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -155,8 +159,7 @@ def test_help_is_short_and_what_it_leaves_out_works(recipe):
 def test_an_error_is_on_a_line_of_its_own(checkpoint, tmp_path):
     arguments = ["--model", checkpoint, "--dataset", "manual", "--seq_len", "4096", "--max_steps", "2", "--use_cpu"]
     command = [sys.executable, RECIPES / "finetune_checkpoint.py", *arguments, "--output_dir", tmp_path / "out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run([*command, "--host_memory", "1KiB"], env=environment, capture_output=True, text=True)
+    ended = ended_run(*command, "--host_memory", "1KiB")
     assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith("host memory does not suffice")
 
 

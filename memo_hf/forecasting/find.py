@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from memo_hf.config import MIN_TOKENS
 from memo_hf.forecasting.activations import ALL_LINEAR, LORA_RANK
 from memo_hf.forecasting.forecast import fits
 from memo_hf.forecasting.setup import Setup
@@ -14,7 +15,7 @@ _LONGEST = 2**28
 MOST_GPUS = 4096
 # In advice: no shorter sequence than this is, being one that memo_hf leaves untouched, and a length is further where it
 # is this much longer.
-_WORTH_TELLING = 2048
+_WORTH_TELLING = MIN_TOKENS
 _FURTHER = 1.25
 
 

@@ -15,7 +15,7 @@ from memo_hf.forecasting.moments import layer_moments
 from memo_hf.forecasting.setup import Setup
 from memo_hf.forecasting.speed import MFU_CONVENTION, layer_seconds, mfu, rest_seconds
 from memo_hf.planner.layer_costs import Budgets, LayerCosts
-from memo_hf.planner.swap_fraction import SwapPlan, is_feasible, least_plan, solve_swap_plan
+from memo_hf.planner.swap_fraction import HOST_IS_SHORT, SwapPlan, is_feasible, least_plan, solve_swap_plan
 from memo_hf.units import format_bytes
 
 
@@ -167,7 +167,7 @@ def _forecast(setup: Setup, plan: SwapPlan, stock: BaselineForecast, fits: bool,
     if fits and setup.is_one_memory and setup.swap_fraction is None:
         limit = "the CPU, where fraction 0 takes the least memory unless --device-memory sets a limit"
         if plan.num_input_only or plan.qkv != (setup.qkv or "swap"):
-            limit = "host memory, which has no room for all that is swapped at fraction 0"
+            limit = HOST_IS_SHORT
     return Forecast(
         fits=fits,
         strategy=plan.strategy,

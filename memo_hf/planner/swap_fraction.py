@@ -25,6 +25,7 @@ from memo_hf.units import format_bytes
 
 _TIE = 0.02
 QKV_IN_WORDS = {"swap": "q, k, v swapped", "rebuild": "q, k, v recomputed"}
+HOST_IS_SHORT = "host memory, which has no room for all that is swapped at fraction 0"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,12 +67,11 @@ def summary(
 def _what_is_swapped(stats, num_whole: int) -> str:
     if stats.strategy != "memo":
         return "swapped: nothing; activation checkpointing is predicted to be as fast, and runs"
-    if num_whole:
-        return f"of {num_whole} layers the inputs alone are swapped; they are recomputed whole, attention too"
     always = "inputs" + (", q, k, v" if stats.qkv == "swap" else "") + " and attention outputs of all tokens"
-    if not stats.swap_fraction:
-        return f"swapped: {always}; the rest is recomputed"
-    return f"swapped: {always}, and all else of {stats.swap_fraction:.1%} of them; the rest is recomputed"
+    if stats.swap_fraction:
+        always += f", and all else of {stats.swap_fraction:.1%} of them"
+    whole = f"; of {num_whole} layers the inputs alone are swapped, attention is recomputed too" if num_whole else ""
+    return f"swapped: {always}; the rest is recomputed{whole}"
 
 
 def _device_peak(figures, forecast) -> list[str]:
